@@ -45,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection i
     PeerConnection,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LookupResult
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import CheckResult
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     RequestBlocks,
@@ -230,14 +230,14 @@ class _Reader:
         self._connection.close()
         self._lane.close()
 
-    def _results(self, receive: Receive) -> list[LookupResult]:
+    def _results(self, receive: Receive) -> list[CheckResult]:
         """Look the lease up at every worker that was read from."""
         leases, due_at_s = self._connection.leases, time.monotonic() + DEADLINE_S
         tables = self._connection.lease_tables.values()
         assert receive.fingerprint is not None
         for number, table in enumerate(tables):
             leases.check_later((REQUEST, number), REQUEST, receive.fingerprint, table, due_at_s)
-        results: list[LookupResult] = []
+        results: list[CheckResult] = []
 
         def is_told() -> bool:
             results.extend(leases.advance())

@@ -56,8 +56,8 @@ def test_offers_are_announced_by_turns(book, tmp_path):
     assert len(heard) == 2
     assert [(tmp_path / name).stat().st_size for name in ("told", "withheld")] == [2, 1]
     metadata = SimpleNamespace()
-    made.write_to(metadata)
-    assert set(metadata.fingerprints) == {"a", "b", "c"} and metadata.num_offers == 3
+    made.write_to(metadata, dict.fromkeys("abc", 30.0))
+    assert set(metadata.offered) == {"a", "b", "c"} and metadata.num_offers == 3
 
 
 def test_an_engine_that_announces_nothing_is_not_counted(book, tmp_path):

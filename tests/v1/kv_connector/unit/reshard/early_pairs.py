@@ -184,10 +184,10 @@ def compute(p: Whole) -> dict:
 
 
 def wait_until_known(
-    p: Whole, d: Whole, watches: Sequence[Watch], clock: Clock, *, admitted: bool
+    p: Whole, d: Whole, watches: Sequence[Watch], clock: Clock, *, has_blocks: bool
 ) -> None:
     """Have a decode engine know that its request is known; or that its last chunk is computed."""
-    if admitted:
+    if has_blocks:
         begin_last_chunk(p)
         clock.until(lambda: is_allocated(d), d, within_s=PATIENCE_S)
     else:

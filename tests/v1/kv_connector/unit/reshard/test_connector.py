@@ -33,9 +33,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 # Its convolution has 24 channels in either order.
@@ -174,7 +178,9 @@ def test_pcp_replicas_make_no_worker(make_config, monkeypatch, is_replica):
         worker.register_kv_caches({})
         assert worker.get_handshake_metadata() is None
         worker.bind_connector_metadata(
-            ReshardConnectorMetadata(admitted={"p-a"}, offered={"p-a": 30.0})
+            ReshardConnectorMetadata(
+                admitted={"p-a"}, offered={"p-a": Offer(OfferFingerprint(48, 1, 2), 30.0)}
+            )
         )
         results = worker.get_transfer_results(set())
         assert (results.finished_sending, results.finished_recving) == ({"p-a"}, set())

@@ -178,14 +178,14 @@ def test_serial_router_passes_blocks_on_as_before(pair):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted, clock, watches):
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks, clock, watches):
     """By the policy: an error, or the prompt is computed."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, admitted=admitted)
+    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
     p.serving.abort(PREFILLED)
     clock.until(lambda: is_quiet(p, d), p, d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -214,16 +214,16 @@ def test_requests_of_one_name_are_not_guessed(pair):
     assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
 
 
-@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_client_that_leaves_stops_all(pair, admitted):
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
+def test_client_that_leaves_stops_all(pair, has_blocks):
     """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
     d.step()
-    end = begin_last_chunk(p) if admitted else partial(compute, p)
-    if admitted:
+    end = begin_last_chunk(p) if has_blocks else partial(compute, p)
+    if has_blocks:
         until(lambda: is_allocated(d), d)
     d.serving.abort(DECODED)
     until(lambda: not is_allocated(d), d)
@@ -273,14 +273,14 @@ def test_engine_that_has_restarted_is_followed(pair):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted, clock, watches):
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
+def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock, watches):
     """As soon as it cannot be asked any more."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, admitted=admitted)
+    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
     p.engine.close()
     clock.until(lambda: is_quiet(d), d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)

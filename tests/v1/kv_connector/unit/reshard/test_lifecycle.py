@@ -40,7 +40,7 @@ def test_prefill_holds_blocks_until_they_are_sent(serving):
     (block_ids,) = params["remote_block_ids"]
     assert len(block_ids) == p.num_used_blocks() == 3
     p.step()
-    assert 0 < p.told.offered["p-a"] <= 30
+    assert 0 < p.told.offered["p-a"].lease_s <= 30
     p.step()
     assert p.num_used_blocks() == 3
     p.step(sent=["p-a"])
@@ -262,7 +262,7 @@ def test_decode_offers_its_blocks_for_the_next_turn(serving):
     assert params["do_remote_decode"] and not params["do_remote_prefill"]
     assert params["remote_num_tokens"] == PROMPT_TOKENS + 1
     d.step()
-    assert 30 < d.told.offered["d-a"] <= 60
+    assert 30 < d.told.offered["d-a"].lease_s <= 60
     assert d.num_used_blocks() == 3
     d.step(sent=["d-a"])
     assert d.is_through()

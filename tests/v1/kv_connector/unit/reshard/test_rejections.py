@@ -263,9 +263,9 @@ def test_every_offer_has_a_secret_of_its_own(serving):
             secret = each.handed_over[name]["remote_secret"]
             assert re.fullmatch("[0-9a-f]{16}", secret)
             each.step()
-            assert each.told.secrets == {name: int(secret, 16)}
+            assert each.told.offered[name].secret == int(secret, 16)
             each.step()
-            assert not each.told.secrets
+            assert not each.told.offered
             secrets.add(secret)
         assert len(secrets) == 2 * (number + 1)
 

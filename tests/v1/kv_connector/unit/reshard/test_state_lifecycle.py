@@ -91,7 +91,7 @@ def test_prefill_leaves_the_last_token_and_offers_one_state(serving, mode):
     assert (len(full), len(state)) == (3, 1)
     assert 0 not in state
     p.step()
-    assert p.told.fingerprints["p-a"].num_tokens == HELD
+    assert p.told.offered["p-a"].fingerprint.num_tokens == HELD
     p.step(sent=["p-a"])
     assert p.is_through()
 

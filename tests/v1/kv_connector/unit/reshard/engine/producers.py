@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
@@ -58,6 +59,7 @@ class Producer:
         num_blocks: int = 3,
         now_s: float = 0.0,
         num_offers: int = 0,
+        trace_headers: dict[str, str] | None = None,
         **metadata,
     ) -> None:
         """Requests were computed."""
@@ -65,10 +67,9 @@ class Producer:
         self.tell(
             now_s,
             num_offers=num_offers,
-            offered=dict.fromkeys(request_ids, LEASE_S),
-            offered_blocks=dict.fromkeys(request_ids, num_blocks),
-            fingerprints=dict.fromkeys(request_ids, OFFER),
-            secrets=dict.fromkeys(request_ids, SECRET),
+            offered=dict.fromkeys(
+                request_ids, Offer(OFFER, LEASE_S, num_blocks, SECRET, trace_headers)
+            ),
             **metadata,
         )
 

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     pcp_replica as pcp_replica_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.pcp_replica import (
@@ -45,9 +46,7 @@ def sent_by(worker: PcpReplicaWorker, **metadata) -> set[str]:
 
 def offered(*request_ids: str) -> dict:
     """What a step says of offers."""
-    return dict(
-        offered=dict.fromkeys(request_ids, 30.0), fingerprints=dict.fromkeys(request_ids, OFFER)
-    )
+    return dict(offered=dict.fromkeys(request_ids, Offer(OFFER, 30.0)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -159,7 +160,7 @@ def test_ranks_with_other_tokens_are_no_replicas(engines):
     fill(p, [5])
     only = p.workers[MeshRank(0, 0)]
     only.submit(ReshardConnectorMetadata(admitted={"p-a"}))
-    only.submit(ReshardConnectorMetadata(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER}))
+    only.submit(ReshardConnectorMetadata(offered={"p-a": Offer(OFFER, 30.0)}))
     d.start(receive={"d-a": receive(address, [3, 4], [5], tokens=32)})
     progress = Progress(p, d)
     progress.until(d, received="d-a")

@@ -50,10 +50,9 @@ def test_a_request_is_seen_at_both_ends(engines, exported):
     address = prefill.serve()
     fill(prefill, [5, 2, 9])
     prefill.start(admitted={"p-a"})
-    offer = {"p-a": HEADERS}
     wanted = receive(address, [1, 2, 3], [5, 2, 9])
     progress = Progress(prefill, decode)
-    prefill.offer("p-a", trace_headers=offer)
+    prefill.offer("p-a", trace_headers=HEADERS)
     decode.start(receive={"d-a": replace(wanted, trace_headers=HEADERS)})
     progress.until(decode, received="d-a")
     progress.until(prefill, sent="p-a")
@@ -110,7 +109,7 @@ def test_nothing_is_exported_of_a_request_without_a_trace(engines, exported, mon
 def test_offer_that_nobody_reads_ends_with_its_lease(exported):
     """The span is as long as that."""
     producer = Producer()
-    producer.offer("a", trace_headers={"a": HEADERS})
+    producer.offer("a", trace_headers=HEADERS)
     assert producer.side.collect_released(LEASE_S) == {"a"}
     (span,) = named(exported, "offer")
     assert attribute(span, "end") == "expired"
@@ -124,7 +123,7 @@ def test_reader_that_is_faster_than_the_offer(exported):
     producer.tell(admitted={"a"})
     producer.hear("a")
     assert producer.side.collect_released(1.0) == set()
-    producer.offer("a", trace_headers={"a": HEADERS})
+    producer.offer("a", trace_headers=HEADERS)
     assert producer.side.collect_released(2.0) == {"a"}
     (span,) = named(exported, "offer")
     assert attribute(span, "end") == "released"

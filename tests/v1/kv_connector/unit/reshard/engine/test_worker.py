@@ -37,6 +37,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import Offer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -507,7 +508,7 @@ def test_what_happened_is_counted(engines):
     address = p.serve()
     fill(p, [5, 2, 9])
     p.start(admitted={"p-a"})
-    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3}, fingerprints={"p-a": OFFER})
+    p.start(offered={"p-a": Offer(OFFER, 30.0, 3)})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
     for producer in p.workers.values():
@@ -552,7 +553,7 @@ def test_running_request_is_nobodys_to_release(engines, monkeypatch):
     d.start(receive={"d-a": receive(address, [], [])})
     wait_until(lambda: Receipt.EARLY in heard, progress.step)
     assert not any(progress.sent.values())
-    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
+    p.start(offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(p, sent="p-a")
 
 
@@ -571,7 +572,7 @@ def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, messag
     fill(p, [5, 2, 9])
     p.offer("p-b")
     p.start(admitted={"p-a"})
-    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": held})
+    p.start(offered={"p-a": Offer(held, 30.0)})
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
     progress = Progress(p, d)
@@ -598,7 +599,7 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     # It is to be looked up again.
     wait_until(lambda: any(each.leases._again for each in d.connections), progress.step)
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
-    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
+    p.start(offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(d, received="d-a")
     assert not lost_blocks(reader)
     assert_received(d, [3, 4, 1], whole)
@@ -625,5 +626,5 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     assert_received(d, [3, 4, 1], whole)
     # They hold it until the step has told them so.
     assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
-    p.start(num_offers=1, offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
+    p.start(num_offers=1, offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(p, sent="p-a")

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests 
     EarlyRequests,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
@@ -269,14 +270,17 @@ class Engine:
         for worker in self.workers.values():
             worker.submit(ReshardConnectorMetadata(**metadata))
 
-    def offer(self, *request_ids: str, lease_s: float = 30.0, **metadata) -> None:
+    def offer(
+        self,
+        *request_ids: str,
+        lease_s: float = 30.0,
+        trace_headers: dict[str, str] | None = None,
+        **metadata,
+    ) -> None:
         """Compute requests, and hold their blocks."""
         self.start(admitted=set(request_ids))
-        self.start(
-            offered=dict.fromkeys(request_ids, lease_s),
-            fingerprints=dict.fromkeys(request_ids, OFFER),
-            **metadata,
-        )
+        offer = Offer(OFFER, lease_s, trace_headers=trace_headers)
+        self.start(offered=dict.fromkeys(request_ids, offer), **metadata)
 
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
         """The bytes of some blocks of a layer: planes, heads, tokens, size."""

@@ -168,7 +168,7 @@ def test_lists_without_end_are_a_fault():
 
 
 def test_host_that_is_not_trusted_is_not_asked():
-    """Its fault names the option that would admit it."""
+    """Its fault names the option that would allow it."""
     asked = {**SOUND, "remote_host": "192.0.2.1"}
     made, why = sanitize_params(
         {**asked, "do_remote_prefill": True}, reads_back=False, trusted=TRUSTED

@@ -69,5 +69,5 @@ def test_what_is_no_network_is_refused(network):
 def test_addresses_are_in_the_networks_made_of_them(address, prefix):
     """Whatever the length of the prefix, also when written as an address of IPv6."""
     trusted = TrustedPeers((ipaddress.ip_network((address, prefix), strict=False),))
-    assert trusted.admit(address)
+    assert trusted.allows(address)
     assert trusted.fault(f"::ffff:{address}") is None

@@ -64,7 +64,7 @@ class DecodeEngine(Engine):
         reading: Requests that some worker is not through with.
         running: Requests that were received well.
         parked: Requests that have no blocks yet, as the router has told them.
-        admissible: Those of them that may have some.
+        may_have_blocks: Those of them that may have some.
         begun: Those of them that may have some before, of which something is computed.
         faults: Those that will not be read.
         num_early: Requests that were received of those.
@@ -78,7 +78,7 @@ class DecodeEngine(Engine):
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.parked: dict[str, Ticket] = {}
-        self.admissible: set[str] = set()
+        self.may_have_blocks: set[str] = set()
         self.begun: set[str] = set()
         self.faults: dict[str, str] = {}
         self.num_early = self.num_prefetched = 0
@@ -141,7 +141,7 @@ class DecodeEngine(Engine):
         self.parked[request_id] = ticket
         self.hand_over(early={request_id: RemoteRequest(ticket.address, ticket.request_id)})
 
-    def admit(self, request_id: str) -> Request | None:
+    def give_blocks(self, request_id: str) -> Request | None:
         """Give blocks to a request that waits, if there is room."""
         ticket = self.parked[request_id]
         count = -(-ticket.num_tokens // self.layout.block_tokens)
@@ -151,7 +151,7 @@ class DecodeEngine(Engine):
             return None
         request = Request(request_id, ticket, ticket.content, ticket.num_tokens, 0, blocks, owner)
         request.is_early = True
-        request.is_prefetched = request_id not in self.admissible | self.faults.keys()
+        request.is_prefetched = request_id not in self.may_have_blocks | self.faults.keys()
         self.reading[request_id] = request
         self._leave(request_id, [blocks])
         return request
@@ -167,7 +167,7 @@ class DecodeEngine(Engine):
         """Tell workers what to fill for a request that has waited, which may be nothing."""
         ticket = self.parked.pop(request_id)
         num_tokens = ticket.num_tokens
-        self.admissible.discard(request_id)
+        self.may_have_blocks.discard(request_id)
         self.begun.discard(request_id)
         receive = Receive(
             ticket.address,
@@ -224,7 +224,7 @@ class DecodeEngine(Engine):
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
-        self.admissible |= report.news.admissible & self.parked.keys()
+        self.may_have_blocks |= report.news.may_have_blocks & self.parked.keys()
         self.begun |= report.news.begun & self.parked.keys()
         for request_id, reason in report.news.faults.items():
             if request_id in self.parked:

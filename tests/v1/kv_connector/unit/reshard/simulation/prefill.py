@@ -10,6 +10,9 @@ from functools import partial
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer as HeldOffer,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.board_updates import (
     BoardUpdates,
     Scheduled,
@@ -143,7 +146,7 @@ class PrefillEngine(Engine):
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.board_updates.admit(request_id, offer.prompt)
+        self.board_updates.note_blocks(request_id, offer.prompt)
         self.go_on(offer, admitted={request_id})
         return offer
 
@@ -208,10 +211,14 @@ class PrefillEngine(Engine):
                 )
         self.hand_over(
             num_offers=self._num_offers,
-            offered={request_id: self.world.limits.lease_s},
-            offered_blocks={request_id: len(offer.ticket.blocks)},
-            fingerprints={request_id: offer.fingerprint},
-            secrets={request_id: offer.ticket.secret},
+            offered={
+                request_id: HeldOffer(
+                    offer.fingerprint,
+                    self.world.limits.lease_s,
+                    len(offer.ticket.blocks),
+                    offer.ticket.secret,
+                )
+            },
         )
         return offer.ticket
 
@@ -220,8 +227,9 @@ class PrefillEngine(Engine):
         for step in steps:
             if step.metadata is None:
                 continue
-            for request_id, lease_s in step.metadata.offered.items():
-                self.offers[request_id].expires_at_s[worker.name] = self.world.now_s + lease_s
+            for request_id, offer in step.metadata.offered.items():
+                expires_at_s = self.world.now_s + offer.lease_s
+                self.offers[request_id].expires_at_s[worker.name] = expires_at_s
 
     def stand_still(self, for_s: float) -> None:
         """Leases that have begun last as much longer."""

@@ -34,7 +34,7 @@ def simulated() -> Iterator[None]:
     try:
         with (
             devices(),
-            mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
+            mock.patch.object(lease_check, "_NUM_CHECKS", 4),
             mock.patch.object(logging.Logger, "exception", _unforeseen),
             mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),
         ):

@@ -278,9 +278,9 @@ class Simulation:
     def admit(self) -> None:
         """A request that has waited has blocks, if there are enough."""
         for engine in self._decodes():
-            waiting = engine.admissible | engine.begun | engine.faults.keys()
+            waiting = engine.may_have_blocks | engine.begun | engine.faults.keys()
             request_id = self._any(sorted(waiting))
-            if request_id is not None and engine.admit(request_id) is not None:
+            if request_id is not None and engine.give_blocks(request_id) is not None:
                 self._note(f"{engine.engine_id} admits {request_id}")
 
     def abort(self) -> None:
@@ -537,8 +537,8 @@ class Simulation:
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
-            for request_id in sorted(engine.admissible | engine.begun | engine.faults.keys()):
-                engine.admit(request_id)
+            for request_id in sorted(engine.may_have_blocks | engine.begun | engine.faults.keys()):
+                engine.give_blocks(request_id)
         for worker in self._workers():
             while worker.announced:
                 worker.apply_announcement()

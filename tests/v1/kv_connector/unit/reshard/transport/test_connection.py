@@ -86,7 +86,7 @@ def test_workers_are_connected_one_by_one(reader):
     [(memory_agent, memory_agent), (nixl_source, nixl_reader)],
     ids=["memory", "nixl"],
 )
-def test_reads_messages_and_lookups(monkeypatch, make_source, make_reader):
+def test_reads_messages_and_checks(monkeypatch, make_source, make_reader):
     """What a connection is for, from each worker; its end leaves its lane as it was."""
     reader, engine = Reader(make_reader), RemoteEngineStub(2, make_source)
     lane = reader.make_lane()
@@ -160,7 +160,7 @@ def test_failed_read_is_in_doubt_until_its_lane_is_closed(reader):
     assert bad.is_drained and not bad.is_connected and not good.is_connected
 
 
-def test_lookups_keep_a_connection(connection):
+def test_checks_keep_a_connection(connection):
     """Though nothing is in flight between two looks."""
     (table, *_) = connection.lease_tables.values()
     connection.leases.check_later(("a", 1), "r", OFFER, table, 1e9)

@@ -195,7 +195,7 @@ def retired(lanes: Lanes, *connections, now_s: float = 10.0) -> Lane:
 
 
 def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
-    """Reads, requests and lookups of any of them keep it."""
+    """Reads, requests and checks of any of them keep it."""
     lanes = ready_lanes(making, 1)
     engines = [RemoteEngineStub() for _ in range(3)]
     one, two, three = (reader.connected(lanes.ready[0], engine, lambda: 10.0) for engine in engines)

@@ -27,11 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
+    CheckResult,
     LeaseChecker,
     LeaseCheckFailure,
-    LookupResult,
     PreparedTable,
-    lookup_buffer,
+    check_buffer,
     prepare_table,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
@@ -64,9 +64,9 @@ def reader() -> NixlAgent:
     return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True)
 
 
-def results(checker: LeaseChecker, count: int) -> list[LookupResult]:
+def results(checker: LeaseChecker, count: int) -> list[CheckResult]:
     """Advance until there are so many."""
-    found: list[LookupResult] = []
+    found: list[CheckResult] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count:
         assert time.monotonic() < deadline
@@ -91,7 +91,7 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     producer = Holder("a", "b", "c")
     producer.table.remove("b")
-    checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(check_buffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
         checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 4)}
@@ -107,7 +107,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     producers = Holder(*map(str, range(10))), Holder("0")
     tables = [producer.seen_by(reader) for producer in producers]
-    checker, posted, read = LeaseChecker(lookup_buffer(reader), reader), [], reader.read
+    checker, posted, read = LeaseChecker(check_buffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
         checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
@@ -116,7 +116,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     assert len(posted) == 2
 
 
-def test_more_lookups_than_there_is_room_for_take_turns(reader):
+def test_more_checks_than_there_is_room_for_take_turns(reader):
     """None is lost, none is mistaken for another, and the room is used again."""
     buffer = RowBuffer(reader, 3, WORDS_PER_BUCKET)
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
@@ -133,7 +133,7 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader):
 def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    buffer = lookup_buffer(reader)
+    buffer = check_buffer(reader)
     checker = LeaseChecker(buffer, reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
@@ -147,15 +147,15 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     checker.check_later("our a", "a", OFFER, lost, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 2)}
-    assert found["our b"] == LookupResult("our b")
-    assert found["our a"] == LookupResult("our a", LeaseCheckFailure.PEER, "no")
+    assert found["our b"] == CheckResult("our b")
+    assert found["our a"] == CheckResult("our a", LeaseCheckFailure.PEER, "no")
     assert buffer.num_free == len(buffer.rows)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
-    producer, buffer = Holder("a"), lookup_buffer(reader)
+    producer, buffer = Holder("a"), check_buffer(reader)
     checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
 
     def begin(*_):
@@ -176,7 +176,7 @@ def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypat
     producer = Holder()
     producer.table.add("early")
     checker, table = (
-        LeaseChecker(lookup_buffer(reader), reader, clock=lambda: 0.0),
+        LeaseChecker(check_buffer(reader), reader, clock=lambda: 0.0),
         producer.seen_by(reader),
     )
     checker.check_later("early", "early", OFFER, table, DUE_S)
@@ -195,12 +195,12 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [LookupResult("our a")]
+    assert results(checker, 1) == [CheckResult("our a")]
 
 
 @pytest.mark.parametrize("offers", ["nothing", "something else"])
@@ -210,7 +210,7 @@ def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
     producer.table.add("a")
     if offers == "something else":
         producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
     now_s[0] = 30.0
@@ -223,7 +223,7 @@ def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
 def test_exception_over_one_request_costs_no_other_its_result(reader, monkeypatch):
     """Each has one, with the next call at the latest."""
     producer, now_s = Holder(), [0.0]
-    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
     table = producer.seen_by(reader)
     for name, due_at_s in (("a", 40.0), ("b", 30.0), ("c", 30.0)):
         producer.table.add(name)
@@ -252,10 +252,10 @@ def test_last_look_before_a_request_is_due_counts(reader):
         def poll(self, transfer: Transfer) -> TransferState:
             return states.pop() if states else reader.poll(transfer)
 
-    checker = LeaseChecker(lookup_buffer(reader), Slow(), clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), Slow(), clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     assert checker.advance() == [] and len(checker) == 1
-    wait_until(lambda: reader.poll(checker._lookups[0].read.transfer) is TransferState.DONE)
+    wait_until(lambda: reader.poll(checker._looks[0].read.transfer) is TransferState.DONE)
     now_s[0] = 30.0
     (result,) = checker.advance()
     assert result.failure is LeaseCheckFailure.LEASE and len(checker) == 0
@@ -265,11 +265,11 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
-    checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(check_buffer(reader), reader), producer.seen_by(reader)
     checker.check_later("our a", "a", OFFER, table, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 2)}
-    assert found["our b"] == LookupResult("our b")
+    assert found["our b"] == CheckResult("our b")
     assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
     assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
 
@@ -278,24 +278,24 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference may be gone with the next look."""
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [LookupResult("our a")]
+    assert results(checker, 1) == [CheckResult("our a")]
 
 
 def test_request_that_is_entered_late_is_looked_at_again(reader):
     """A reader may be faster than the thread that enters what a producer computes."""
     producer, now_s = Holder(), [0.0]
-    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.add("a")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [LookupResult("our a")]
+    assert results(checker, 1) == [CheckResult("our a")]
 
 
 def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
@@ -310,7 +310,7 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
         poll, release = reader.poll, reader.release
 
-    checker = LeaseChecker(lookup_buffer(reader), Counting(), clock=lambda: now_s[0])
+    checker = LeaseChecker(check_buffer(reader), Counting(), clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not (found := checker.advance()):
@@ -324,7 +324,7 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
-    producer, clock, buffer = Holder("a"), [0.0], lookup_buffer(reader)
+    producer, clock, buffer = Holder("a"), [0.0], check_buffer(reader)
     checker, table = (
         LeaseChecker(buffer, reader, lambda: clock[0]),
         producer.seen_by(reader),

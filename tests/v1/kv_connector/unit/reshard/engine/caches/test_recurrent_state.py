@@ -57,6 +57,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownershi
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.recurrent_state import (
     describe_state,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
@@ -432,8 +435,7 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
         np.testing.assert_array_equal(memory[:, D_IDS[1]], before[rank][:, D_IDS[1]])
     offered = Record.of("p-a", NUM_TOKENS, P_IDS, attempt=1)
     p.start(
-        offered={"p-a": 30.0},
-        fingerprints={"p-a": with_blocks(OFFER, list(P_IDS))},
+        offered={"p-a": Offer(with_blocks(OFFER, list(P_IDS)), 30.0)},
         board_updates=[BoardUpdate(2, "a", State.OFFERED, "p-a", encode_record(offered))],
     )
     progress.until(d, received="d-a")

@@ -228,14 +228,14 @@ def test_call_that_does_not_come_back_is_told(reader, agents, engines, caplog_vl
 
 
 def test_lane_has_all_memory_that_is_read_into(dialer, agents, reader, area):
-    """The cache, the arena and the buffer of lookups; each lane's agent has a name of its own."""
+    """The cache, the arena and the buffer of checks; each lane's agent has a name of its own."""
     lanes = [dialer.make_lane().result(DEADLINE_S) for _ in range(2)]
     assert [lane.agent for lane in lanes] == agents.made
     assert len({lane.agent.name for lane in lanes}) == 2
     address, size_bytes, _ = reader.regions[0]
     arena_address, arena_bytes, _ = area.region
     for lane in lanes:
-        buckets = lane.lookups.rows
+        buckets = lane.checks.rows
         for start, size in (
             (address, size_bytes),
             (arena_address, arena_bytes),

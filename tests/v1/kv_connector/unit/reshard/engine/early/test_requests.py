@@ -65,7 +65,7 @@ class Watched:
     def wait(self, name: str) -> None:
         """Another one does, too, and has blocks for it."""
         self.early.begin({name: RemoteRequest(ADDRESS, name)}, self.now_s)
-        self.until(lambda: name in self.early.take_news().admissible)
+        self.until(lambda: name in self.early.take_news().may_have_blocks)
         bound = fingerprint(range(NUM_TOKENS), NUM_TOKENS, None, [])
         receive = Receive(ADDRESS, name, [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, bound, is_early=True)
         self.early.take_over(name, receive)
@@ -154,7 +154,7 @@ def test_look_is_bounded_however_many_wait():
     told: set[str] = set()
 
     def all_are_told() -> bool:
-        told.update(watched.early.take_news().admissible)
+        told.update(watched.early.take_news().may_have_blocks)
         return told == set(names)
 
     watched.until(all_are_told)
@@ -271,7 +271,7 @@ def test_refused_request_tells_since_when_its_last_chunk_was_computed(has_blocks
     watched.early.begin({"x": RemoteRequest(ADDRESS, "x")}, 0.0)
     watched.until(lambda: watched.now_s >= 1.0)
     watched.post("x", State.LAST_CHUNK)
-    watched.until(lambda: watched.early.take_news().admissible)
+    watched.until(lambda: watched.early.take_news().may_have_blocks)
     seen_s = watched.now_s
     receive = Receive(ADDRESS, "x", [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, None, is_early=True)
     if has_blocks:

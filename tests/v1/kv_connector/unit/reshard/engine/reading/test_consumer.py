@@ -500,8 +500,8 @@ class Checked:
         self.connection, self.worker = prefetching.connection, prefetching.worker
         self.agent = self.connection.lane.agent
         name = self.agent.connect(holder.metadata())
-        lookups = self.connection.lane.lookups
-        self.connection.leases = LeaseChecker(lookups, self.agent, lambda: self.now_s)
+        checks = self.connection.lane.checks
+        self.connection.leases = LeaseChecker(checks, self.agent, lambda: self.now_s)
         tables = {name: prepare_table(self.agent, self.table.address, name)}
         self.connection.lease_tables = tables
         self.broken_off: list = []
@@ -522,7 +522,7 @@ class Checked:
 
 @pytest.fixture
 def checked(prefetching, monkeypatch) -> Checked:
-    """A request whose lookup is queued."""
+    """A request whose check is queued."""
     return Checked(prefetching, monkeypatch)
 
 

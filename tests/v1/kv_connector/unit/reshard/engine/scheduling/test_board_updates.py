@@ -68,7 +68,7 @@ def states(updates: BoardUpdates) -> list[tuple[str, State | None]]:
 
 def complete(updates: BoardUpdates, request_id: str) -> None:
     """Compute a request's prompt, in two steps."""
-    updates.admit(request_id, Prompt())
+    updates.note_blocks(request_id, Prompt())
     updates.compute([step(0, 99, request_id="another"), step(0, 32, [5, 2], request_id=request_id)])
     updates.compute([step(32, 40, [9], request_id=request_id)])
     updates.compute([step(40, 41, request_id=request_id)])
@@ -116,7 +116,7 @@ def begin(prompt: Prompt, *block_tokens: int) -> BoardUpdates:
     """The updates of a scheduler that computes 16 tokens of a prompt in its first step."""
     updates, _ = made(*block_tokens)
     updates.add("a", "x")
-    updates.admit("a", prompt)
+    updates.note_blocks("a", prompt)
     updates.compute([step(0, 16, [5], [7])])
     prompt.num_computed_tokens = prompt.num_in_flight = 16
     assert [each.record for each in updates.take()] == [b""]
@@ -162,7 +162,7 @@ def test_what_was_cached_is_told_of_once_a_step_is_over():
     prompt = Prompt(num_prompt_tokens=80)
     updates, _ = made(16)
     updates.add("a", "x")
-    updates.admit("a", prompt)
+    updates.note_blocks("a", prompt)
     # Nor what is to be received from another engine, before it is in any step.
     prompt.num_computed_tokens = 32
     updates.compute([])
@@ -238,7 +238,7 @@ def test_scheduler_that_cannot_tell_what_is_in_flight_tells_nothing():
     announced: list = []
     updates = BoardUpdates(announced.append, (16,), lambda _: None)
     updates.add("a", "x")
-    updates.admit("a", prompt)
+    updates.note_blocks("a", prompt)
     for number in range(5):
         updates.compute([step(16 * number, 16 * (number + 1), [number])])
         prompt.num_computed_tokens = 16 * (number + 1)

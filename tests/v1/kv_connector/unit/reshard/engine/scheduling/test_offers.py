@@ -9,6 +9,7 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import HOST, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import offers
@@ -36,21 +37,20 @@ def book() -> Iterator[OfferBook]:
 def next_step(book: OfferBook) -> ReshardConnectorMetadata:
     """What the workers are told in the next step."""
     metadata = ReshardConnectorMetadata()
-    book.write_to(metadata)
+    book.write_to(metadata, {"a": 30.0, "b": 20.0})
     return metadata
 
 
 def test_offer_goes_with_one_step(book):
     """The next one; how many there were is told by all."""
-    secrets = [book.offer("a", 3, OFFER), book.offer("b", 5, OFFER)]
+    secrets = [book.offer("a", 3, OFFER), book.offer("b", 5, OFFER, {"traceparent": "00-1-2-01"})]
     first, second = next_step(book), next_step(book)
-    assert (first.offered_blocks, first.fingerprints) == (
-        {"a": 3, "b": 5},
-        {"a": OFFER, "b": OFFER},
-    )
-    assert (second.offered_blocks, second.fingerprints) == ({}, {})
+    assert first.offered == {
+        "a": Offer(OFFER, 30.0, 3, secrets[0]),
+        "b": Offer(OFFER, 20.0, 5, secrets[1], {"traceparent": "00-1-2-01"}),
+    }
+    assert second.offered == {}
     assert first.num_offers == second.num_offers == 2
-    assert (first.secrets, second.secrets) == ({"a": secrets[0], "b": secrets[1]}, {})
     assert secrets[0] != secrets[1]
     assert first.announcer is None
 
@@ -81,6 +81,6 @@ def test_offers_go_with_steps_where_nothing_can_be_announced(book, monkeypatch):
     """As they would without."""
     monkeypatch.setattr(offers, "open_announcer", lambda host: None)
     book.announce_from(HOST)
-    book.offer("a", 3, OFFER)
+    secret = book.offer("a", 3, OFFER)
     step = next_step(book)
-    assert (step.announcer, step.fingerprints) == (None, {"a": OFFER})
+    assert (step.announcer, step.offered) == (None, {"a": Offer(OFFER, 30.0, 3, secret)})

@@ -63,12 +63,12 @@ def test_what_is_begun_has_blocks_as_far_as_there_is_room():
     parking.hear("abc", [], {})
     for name in "ab":
         assert may_have_blocks(parking, name)
-        parking.admit(name)
+        parking.note_blocks(name)
         assert parking.leave(name) is None
     assert not may_have_blocks(parking, "c")
     parking.hear([], ["a"], {})
     assert may_have_blocks(parking, "c")
-    parking.admit("c")
+    parking.note_blocks("c")
     parking.park("d", REQUEST, 3)
     parking.hear("d", [], {})
     assert not may_have_blocks(parking, "d")

@@ -30,29 +30,38 @@ def test_made_up_requests_are_told_from_others(num_tokens, at_once, expected):
 def test_one_request_reads_at_a_time():
     """Another one may when it has ended; the end of one that did not read changes nothing."""
     readers = Readers()
-    assert readers.admit(REMOTE, "d-a") and readers.admit(OTHER, "d-b")
-    assert not readers.admit(REMOTE, "d-b")
+    assert readers.claim(REMOTE, "d-a") and readers.claim(OTHER, "d-b")
+    assert not readers.claim(REMOTE, "d-b")
     readers.finish(REMOTE, "d-b")
-    assert not readers.admit(REMOTE, "d-b") and readers.admit(REMOTE, "d-a")
+    assert not readers.claim(REMOTE, "d-b") and readers.claim(REMOTE, "d-a")
     readers.finish(REMOTE, "d-a")
-    assert readers.admit(REMOTE, "d-b")
+    assert readers.claim(REMOTE, "d-b")
 
 
 def test_what_nobody_has_read_may_be_given_up():
     """And nothing else, as long as vLLM may be cleaning up after its reader."""
     readers = Readers()
     assert readers.may_give_up(REMOTE)
-    readers.admit(REMOTE, "d-a")
+    readers.claim(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE) and readers.may_give_up(OTHER)
     readers.finish(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE)
+
+
+def test_holder_of_what_is_given_up_is_notified_once():
+    """Of all that share a request id; of one remote request once."""
+    readers, made_up = Readers(), [request({}, 1) for _ in range(3)]
+    for remote, each in zip((REMOTE, REMOTE, OTHER), made_up, strict=True):
+        readers.give_up(remote, each)
+    assert readers.take_given_up() == made_up[1:]
+    assert readers.take_given_up() == []
 
 
 def test_readers_that_have_ended_are_not_remembered_for_ever():
     """The oldest are forgotten first; one that has read again is not the oldest."""
     readers = Readers()
     for remote in (REMOTE, OTHER, REMOTE, *(("prefill", str(n)) for n in range(MAX_REMEMBERED))):
-        readers.admit(remote, "d-a")
+        readers.claim(remote, "d-a")
         readers.finish(remote, "d-a")
         if remote == ("prefill", str(MAX_REMEMBERED - 2)):
             assert readers.may_give_up(OTHER) and not readers.may_give_up(REMOTE)

@@ -363,9 +363,9 @@ def offer(
     prefilled.status = RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = owner.request_finished(prefilled, block_ids)
     offered = owner.build_connector_meta(SchedulerOutput.make_empty())
-    assert offered.fingerprints.keys() == offered.offered.keys() == {prefilled.request_id}
+    assert offered.offered.keys() == {prefilled.request_id}
     # By way of a router.
-    return json.loads(json.dumps(params)), offered.fingerprints[prefilled.request_id]
+    return json.loads(json.dumps(params)), offered.offered[prefilled.request_id].fingerprint
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ round there, and `ReadBook` passes it on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -149,12 +149,16 @@ class ReadBook:
     received, once all workers have drained. A request that will be recomputed must not wait for
     that, and must not be computed into these blocks, so they are taken from it.
 
+    Args:
+        record_in_doubt: Called with the number of blocks in doubt when it changes.
+
     Attributes:
         manager: The owner of the blocks. If None, a request that will be recomputed waits until
             all workers have drained.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record_in_doubt: Callable[[int], None]) -> None:
+        self._record_in_doubt = record_in_doubt
         self.manager: BlockOwner | None = None
         self._entries: dict[RequestId, _Entry] = {}
         self._to_tell: set[RequestId] = set()
@@ -176,11 +180,6 @@ class ReadBook:
         """Number of blocks taken from requests and not freed yet."""
         return sum(len(entry.blocks or ()) for entry in self._entries.values())
 
-    @property
-    def num_blocks_in_doubt(self) -> int:
-        """Number of blocks of failed requests that some worker's read may still write into."""
-        return sum(entry.num_blocks for entry in self._entries.values() if entry.failed)
-
     def begin(self, request: Request, num_blocks: int) -> None:
         """Note that workers are asked to read a request into `num_blocks` blocks."""
         self._entries[request.request_id] = _Entry(request, num_blocks)
@@ -193,7 +192,9 @@ class ReadBook:
             if entry is not None and not entry.failed:
                 entry.failed = True
                 news.add(request_id)
-        self._to_tell |= news
+        if news:
+            self._to_tell |= news
+            self._count_in_doubt()
         return news
 
     def take_failed(self) -> set[RequestId]:
@@ -221,9 +222,16 @@ class ReadBook:
             entry.blocks = self.manager.pop_blocks_for_free(entry.request)
             return True
         del self._entries[request_id]
+        if entry.failed:
+            self._count_in_doubt()
         if entry.blocks is None:
             return True
         assert self.manager is not None
         # In vLLM's order: blocks at the end of a sequence are reused first.
         self.manager.block_pool.free_blocks(reversed(entry.blocks))
         return False
+
+    def _count_in_doubt(self) -> None:
+        """Record how many blocks of failed requests some worker's read may still write into."""
+        failed = (entry for entry in self._entries.values() if entry.failed)
+        self._record_in_doubt(sum(entry.num_blocks for entry in failed))

@@ -26,6 +26,26 @@ class ReshardHandshakeMetadata(WorkerHandshake, KVConnectorHandshakeMetadata):
     """A worker's handshake with other engines, on its way to its own scheduler."""
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A request whose blocks are held for another engine.
+
+    Attributes:
+        fingerprint: Fingerprint of the blocks' contents.
+        lease_s: Seconds from now for which the blocks are held: a duration, because workers on
+            other hosts have other clocks.
+        num_blocks: Number of blocks, over all KV-cache groups.
+        secret: Secret with which its reader may give the blocks up; None if it cannot.
+        trace_headers: Headers that identify the request's trace; None without a trace.
+    """
+
+    fingerprint: OfferFingerprint
+    lease_s: float
+    num_blocks: int = 0
+    secret: OfferSecret | None = None
+    trace_headers: Mapping[str, str] | None = None
+
+
 @dataclass
 class ReshardConnectorMetadata(KVConnectorMetadata):
     """What the scheduler requests from the workers in one step.
@@ -38,12 +58,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             each worker reports them: see `failed_reads`.
         admitted: Requests that take part in a batch and may be read by another engine.
         withdrawn: Requests that will not be offered.
-        offered: Seconds from now for which each offered request's blocks are held: a duration,
-            because workers on other hosts have other clocks.
-        offered_blocks: Number of blocks of each offered request, over all KV-cache groups.
-        fingerprints: Fingerprint of each of these requests' offers.
-        secrets: Secret that gives up each of these requests.
-        trace_headers: Headers that identify the traces of some of these requests.
+        offered: Requests whose blocks are held from now on.
         num_offers: Number of offers that the engine has made up to this step. Their announcements
             are older than the step.
         announcer: Address to receive offers from before their step; None if there is no need, or
@@ -64,11 +79,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     failed: set[RequestId] = field(default_factory=set)
     admitted: set[RequestId] = field(default_factory=set)
     withdrawn: set[RequestId] = field(default_factory=set)
-    offered: dict[RequestId, float] = field(default_factory=dict)
-    offered_blocks: dict[RequestId, int] = field(default_factory=dict)
-    fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
-    secrets: dict[RequestId, OfferSecret] = field(default_factory=dict)
-    trace_headers: dict[RequestId, Mapping[str, str]] = field(default_factory=dict)
+    offered: dict[RequestId, Offer] = field(default_factory=dict)
     num_offers: int = 0
     announcer: InternalAddress | None = None
     doorbell: InternalAddress | None = None
@@ -86,7 +97,6 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.admitted
             or self.withdrawn
             or self.offered
-            or self.fingerprints
             or self.awaited
             or self.ended
             or self.failed
@@ -103,7 +113,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     Attributes:
         failed: Requests that a worker could not read.
         begun: Requests of `early` whose prompts are partly computed.
-        admissible: Requests of `early` that may have blocks.
+        may_have_blocks: Requests of `early` that may have blocks.
         faults: Requests of `early` that will not be read, each with the reason.
         first_tokens: First tokens that came with the offers of some requests of `early`.
         offered_s: Seconds since each received request was seen to be offered.
@@ -111,7 +121,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     failed: set[RequestId] = field(default_factory=set)
     begun: set[RequestId] = field(default_factory=set)
-    admissible: set[RequestId] = field(default_factory=set)
+    may_have_blocks: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
     offered_s: dict[RequestId, float] = field(default_factory=dict)
@@ -123,7 +133,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         """Add reports that are later, or another worker's."""
         self.failed |= other.failed
         self.begun |= other.begun
-        self.admissible |= other.admissible
+        self.may_have_blocks |= other.may_have_blocks
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
         # Each worker sees the offer by itself: the earliest counts.

@@ -117,16 +117,14 @@ class ProducerSide:
                     quote(request_id),
                 )
         self._num_offers = metadata.num_offers
-        for request_id, lease_s in metadata.offered.items():
-            fingerprint = metadata.fingerprints[request_id]
-            self._table.publish(request_id, fingerprint)
-            secret = metadata.secrets.get(request_id)
-            num_blocks = metadata.offered_blocks.get(request_id, 0)
-            headers = metadata.trace_headers.get(request_id)
-            trace = trace_of_offer(self._name, headers, num_blocks) if headers else None
-            offered = _Request(HeldState.OFFERED, now_s, num_blocks, trace)
-            if self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret):
-                self._set_state(request_id, offered, f", for {lease_s:g} s")
+        for request_id, offer in metadata.offered.items():
+            self._table.publish(request_id, offer.fingerprint)
+            headers = offer.trace_headers
+            trace = trace_of_offer(self._name, headers, offer.num_blocks) if headers else None
+            offered = _Request(HeldState.OFFERED, now_s, offer.num_blocks, trace)
+            expires_at_s = now_s + offer.lease_s
+            if self._ledger.offer(request_id, expires_at_s, offer.fingerprint, offer.secret):
+                self._set_state(request_id, offered, f", for {offer.lease_s:g} s")
             else:
                 # Its readers were done before the offer.
                 offered.end_trace(HeldState.RELEASED, "", now_s)

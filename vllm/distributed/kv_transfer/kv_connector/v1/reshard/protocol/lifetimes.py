@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 PEER_GRACE_S = 10.0
 """How long to wait for a connection's other reads after one has failed. If the connection is lost,
 they fail within a fraction of a second. UCX aborts a live worker whose reader disconnects over TCP,
-so a slow peer gets this long to recover. A lease lookup counts as hung only after as long."""
+so a slow peer gets this long to recover. A look at leases counts as hung only after as long."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class TrustedPeers:
         """
         return cls(tuple(map(ipaddress.ip_network, networks)))
 
-    def admit(self, address: Address) -> bool:
+    def allows(self, address: Address) -> bool:
         """True if a host may be contacted; an IPv4-mapped IPv6 address counts as IPv4."""
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
@@ -50,7 +50,7 @@ class TrustedPeers:
         networks.
         """
         address = numeric(host)
-        if address is None or self.admit(address):
+        if address is None or self.allows(address):
             return None
         allowed = ", ".join(map(str, self.networks)) or "none at all"
         return (

@@ -6,7 +6,7 @@ have the expected secret keys. All engines that read from each other share one p
 from one secret in one file:
 
     a client    connects only to a server that has the secret key
-    a server    admits clients that have it: ZeroMQ asks a `ZapHandler`, in the server's own thread
+    a server    accepts clients that have it: ZeroMQ asks a `ZapHandler`, in the server's own thread
 
 Others get no further than ZeroMQ's own handshake, which reveals only that CURVE is used. To make a
 new key:
@@ -111,7 +111,7 @@ class ZapHandler:
 
     Args:
         context: Context of the server's socket, to which nothing is connected yet: without a
-            handler, ZeroMQ admits every client.
+            handler, ZeroMQ accepts every client.
         key: The key that clients must have.
 
     Raises:

@@ -51,7 +51,7 @@ class PeerConnection:
     ) -> None:
         self.lane = lane
         self.lifetime = Lifetime(hung_grace_s)
-        self.leases = LeaseChecker(lane.lookups, self, clock)
+        self.leases = LeaseChecker(lane.checks, self, clock)
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
@@ -168,7 +168,7 @@ class PeerConnection:
 
     @property
     def is_drained(self) -> bool:
-        """True if it can be closed without its lane: no reads or lookups are under way."""
+        """True if it can be closed without its lane: no reads or checks are under way."""
         return self.lifetime.is_drained and not self.leases
 
     def close(self) -> None:

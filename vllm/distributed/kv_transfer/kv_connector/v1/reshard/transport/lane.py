@@ -26,7 +26,7 @@ from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
 from .board_reader import board_buffer
-from .lease_check import lookup_buffer
+from .lease_check import check_buffer
 from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Lane:
         agent: An agent with which all memory to read into is registered. Only the lane polls it.
 
     Attributes:
-        lookups: Buffer for lease table rows that are read.
+        checks: Buffer for lease table rows that are read.
         connections: Open connections over this lane.
         num_made: Connections made over this lane, closed ones included: NIXL releases a peer's
             descriptors only with the agent (1.5.1, over TCP).
@@ -66,7 +66,7 @@ class Lane:
 
     def __init__(self, agent: NixlAgent) -> None:
         self.agent = agent
-        self.lookups = lookup_buffer(agent)
+        self.checks = check_buffer(agent)
         self.connections: dict[PeerConnection, None] = {}
         self.num_made = 0
         self.retired_at_s: float | None = None

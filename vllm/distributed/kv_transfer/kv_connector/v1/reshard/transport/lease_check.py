@@ -35,7 +35,7 @@ from .row_buffer import RowBuffer, RowRead
 if TYPE_CHECKING:
     from .connection import PeerConnection
 
-_NUM_LOOKUPS = 1 << 10
+_NUM_CHECKS = 1 << 10
 """Requests that are looked up at the same time; further ones wait."""
 
 _LOOK_AGAIN_S = 0.002
@@ -46,7 +46,7 @@ _MOST_LOOKS = 9
 last: half a second in all. A producer may answer before its worker's thread has entered the
 request, which it does when its step begins."""
 
-LookupKey: TypeAlias = tuple[RequestId, int]
+CheckKey: TypeAlias = tuple[RequestId, int]
 """A request's id, and a number that tells requests with the same id apart."""
 
 
@@ -54,7 +54,7 @@ class LeaseCheckFailure(Enum):
     """Why blocks that were read cannot be used."""
 
     PEER = "peer"
-    """The lookup itself failed."""
+    """The look itself failed."""
 
     LEASE = "lease"
     """The producer no longer holds the request, or never offered it."""
@@ -77,16 +77,16 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupResult:
-    """The result of one lookup.
+class CheckResult:
+    """The result of one check.
 
     Attributes:
-        key: Key of the lookup.
+        key: Key of the check.
         failure: Kind of fault; None if the lease held and its fingerprint matched.
         fault: Why the bytes read cannot be trusted, in words; empty if they can.
     """
 
-    key: LookupKey
+    key: CheckKey
     failure: LeaseCheckFailure | None = None
     fault: str = ""
 
@@ -96,16 +96,16 @@ class _Wanted:
     """One request to look up.
 
     Attributes:
-        key: Key of the lookup.
+        key: Key of the check.
         remote_request_id: The producer's id of the request.
         fingerprint: Fingerprint that its entry should have.
         table: Table to look it up in.
-        due_at_s: Deadline of the lookup.
+        due_at_s: Deadline of the check.
         look_at_s: When to look again, if it was not offered yet or had another fingerprint.
         num_looks: Number of looks that found another fingerprint.
     """
 
-    key: LookupKey
+    key: CheckKey
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
     table: PreparedTable
@@ -115,7 +115,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lookup:
+class _Look:
     """One read of buckets of a peer's table, one bucket for each request.
 
     Attributes:
@@ -142,13 +142,13 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     return PreparedTable(agent.prepare(rows, peer, "DRAM"), table.num_buckets)
 
 
-def lookup_buffer(agent: NixlAgent) -> RowBuffer:
+def check_buffer(agent: NixlAgent) -> RowBuffer:
     """Return a buffer for the buckets that are read with an agent.
 
     Raises:
         TransferError: The memory cannot be registered.
     """
-    return RowBuffer(agent, _NUM_LOOKUPS, WORDS_PER_BUCKET)
+    return RowBuffer(agent, _NUM_CHECKS, WORDS_PER_BUCKET)
 
 
 class LeaseChecker:
@@ -169,38 +169,38 @@ class LeaseChecker:
         self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
         # Requests to look up again.
         self._again: deque[_Wanted] = deque()
-        self._lookups: list[_Lookup] = []
-        self._results: list[LookupResult] = []
+        self._looks: list[_Look] = []
+        self._results: list[CheckResult] = []
 
     def __len__(self) -> int:
-        """Return the number of lookups without a result."""
+        """Return the number of checks without a result."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
-        return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
+        return waiting + sum(len(look.wanted) for look in self._looks)
 
     def check_later(
         self,
-        key: LookupKey,
+        key: CheckKey,
         remote_request_id: RequestId,
         fingerprint: OfferFingerprint,
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Queue a lookup, which will get one result.
+        """Queue a check, which will get one result.
 
         Args:
-            key: Key of the lookup.
+            key: Key of the check.
             remote_request_id: The producer's id of the request.
             fingerprint: Fingerprint that the producer should offer under that id.
             at: Table of a worker that the request's blocks were read from.
-            due_at_s: Deadline of the lookup.
+            due_at_s: Deadline of the check.
         """
         wanted = _Wanted(key, remote_request_id, fingerprint, at, due_at_s)
         self._wanted[at].append(wanted)
 
-    def advance(self) -> list[LookupResult]:
-        """Post queued lookups, and return new results.
+    def advance(self) -> list[CheckResult]:
+        """Post queued checks, and return new results.
 
-        An unexpected exception leaves its lookup unchanged for the next call.
+        An unexpected exception leaves its look unchanged for the next call.
         """
         now_s = self._clock()
         for wanted in list(self._again):
@@ -213,39 +213,39 @@ class LeaseChecker:
             self._again.popleft()
         for table in list(self._wanted):
             self._post(table, now_s)
-        for lookup in list(self._lookups):
-            state = self._reads.poll(lookup.read.transfer)
-            if state is TransferState.IN_FLIGHT and now_s < lookup.hangs_at_s:
+        for look in list(self._looks):
+            state = self._reads.poll(look.read.transfer)
+            if state is TransferState.IN_FLIGHT and now_s < look.hangs_at_s:
                 continue
             done = state is TransferState.DONE
-            results, again = self._judge(lookup, now_s, done=done)
-            self._lookups.remove(lookup)
+            results, again = self._judge(look, now_s, done=done)
+            self._looks.remove(look)
             self._results += results
             self._again += again
             if done:
-                self._buffer.free(self._reads, lookup.read)
+                self._buffer.free(self._reads, look.read)
         return self._take_results()
 
-    def give_up(self) -> list[LookupResult]:
-        """Fail all lookups without a result: their connection is given up."""
+    def give_up(self) -> list[CheckResult]:
+        """Fail all checks without a result: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
         unanswered += self._again
-        unanswered += [wanted for lookup in self._lookups for wanted in lookup.wanted]
+        unanswered += [wanted for look in self._looks for wanted in look.wanted]
         self._wanted.clear()
         self._again.clear()
-        self._lookups.clear()
+        self._looks.clear()
         self._results += [
-            LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered
+            CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered
         ]
         return self._take_results()
 
-    def _take_results(self) -> list[LookupResult]:
+    def _take_results(self) -> list[CheckResult]:
         results, self._results = self._results, []
         return results
 
     def _post(self, table: PreparedTable, now_s: float) -> None:
-        """Post one read for a table's queued lookups, as many as the buffer has room for."""
+        """Post one read for a table's queued checks, as many as the buffer has room for."""
         wanted = self._wanted[table][: self._buffer.num_free]
         if not wanted:
             return
@@ -256,32 +256,30 @@ class LeaseChecker:
         except TransferError as error:
             fault = str(error)
             self._results += [
-                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted
+                CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted
             ]
         else:
             names = [entry.name for entry in entries]
             due_at_s = min(each.due_at_s for each in wanted)
             hangs_at_s = max(due_at_s, now_s + PEER_GRACE_S)
-            self._lookups.append(_Lookup(wanted, names, read, hangs_at_s))
+            self._looks.append(_Look(wanted, names, read, hangs_at_s))
         if rest := self._wanted[table][len(wanted) :]:
             self._wanted[table] = rest
         else:
             del self._wanted[table]
 
     def _judge(
-        self, lookup: _Lookup, now_s: float, *, done: bool
-    ) -> tuple[list[LookupResult], list[_Wanted]]:
-        """Return a lookup's results, and the requests to look up again."""
-        peer = lookup.read.transfer.peer
+        self, look: _Look, now_s: float, *, done: bool
+    ) -> tuple[list[CheckResult], list[_Wanted]]:
+        """Return the results of a look, and the requests to look up again."""
+        peer = look.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
-            failed = [
-                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted
-            ]
+            failed = [CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in look.wanted]
             return failed, []
         results, later = [], []
         for wanted, name, row in zip(
-            lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
+            look.wanted, look.names, self._buffer.landed(look.read), strict=True
         ):
             held = look_up(row, name)
             num_looks, rest_s = wanted.num_looks, _LOOK_AGAIN_S
@@ -298,22 +296,22 @@ class LeaseChecker:
         return results, later
 
 
-def _not_offered(wanted: _Wanted) -> LookupResult:
+def _not_offered(wanted: _Wanted) -> CheckResult:
     """Return the result on a request that was not offered by its deadline.
 
-    Without one it would time out, and its log line would blame the lookup: the table could be read.
+    Without one it would time out, and its log line would blame the look: the table could be read.
     """
     fault = (
         f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
         "the engine runs, and send the request through prefill again"
     )
-    return LookupResult(wanted.key, LeaseCheckFailure.LEASE, fault)
+    return CheckResult(wanted.key, LeaseCheckFailure.LEASE, fault)
 
 
-def _result(wanted: _Wanted, held: Held, peer: str) -> LookupResult:
+def _result(wanted: _Wanted, held: Held, peer: str) -> CheckResult:
     """Return the result that follows from a producer's entry."""
     if not held.entered:
-        return LookupResult(
+        return CheckResult(
             wanted.key,
             LeaseCheckFailure.LEASE,
             f"its lease at {quote(peer)} had run out when all was read: give readers longer there "
@@ -321,10 +319,10 @@ def _result(wanted: _Wanted, held: Held, peer: str) -> LookupResult:
         )
     assert held.fingerprint is not None
     if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
-        return LookupResult(
+        return CheckResult(
             wanted.key,
             LeaseCheckFailure.FINGERPRINT,
             f"what {quote(peer)} holds under its name {one_line(difference)}: send the decode "
             "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
-    return LookupResult(wanted.key)
+    return CheckResult(wanted.key)

@@ -62,10 +62,10 @@ class Resolver:
             ) from None
         trusted = self._trusted
         faults = {each: trusted and trusted.fault(each) for each in found}
-        admitted = [each for each, fault in faults.items() if fault is None]
-        if not admitted:
+        allowed = [each for each, fault in faults.items() if fault is None]
+        if not allowed:
             raise RemoteUntrustedError(faults[found[0]])
-        return admitted
+        return allowed
 
     def _look_up(self, name: str) -> asyncio.Future[tuple[str, ...]]:
         """Return the lookup of a name, starting it unless it is under way.

@@ -87,7 +87,7 @@ def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> I
     socket.linger = 0
     socket.ipv6 = is_valid_ipv6_address(address.host)
     socket.curve_serverkey = address.public_key
-    # A client that knows the listener's key is admitted with any key of its own.
+    # A client that knows the listener's key is accepted with any key of its own.
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(make_zmq_path("tcp", address.host, address.port))
     return address

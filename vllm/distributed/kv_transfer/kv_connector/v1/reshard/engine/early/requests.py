@@ -259,7 +259,7 @@ class EarlyRequests:
             self._news.begun.add(request_id)
         if watched.watch.may_have_blocks and not watched.is_told and (has_none or watched.is_begun):
             watched.is_told = True
-            self._news.admissible.add(request_id)
+            self._news.may_have_blocks.add(request_id)
 
     def _read_records(
         self, engine: WatchedEngine, rows: npt.NDArray[np.uint64], now_s: float

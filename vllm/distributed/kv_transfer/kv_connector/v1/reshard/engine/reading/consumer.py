@@ -25,7 +25,7 @@ from ...protocol.states import ReadState
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import LookupResult
+from ...transport.lease_check import CheckResult
 from ...transport.remote import LocalCache, RequestBlocks
 from ...transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from ..connecting.peers import Peer, PeerTable
@@ -364,7 +364,7 @@ class ConsumerSide:
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
-    def _judge(self, result: LookupResult) -> None:
+    def _judge(self, result: CheckResult) -> None:
         """Apply the result of a lease check."""
         reading = self._readings.find(result.key)
         if reading is None:
@@ -404,7 +404,7 @@ class ConsumerSide:
             is_connected = reading.peer is not None and reading.peer.connection is not None
             waited_for = f"its turn at {where}" if is_connected else f"{where} to be connected"
         else:
-            # A lookup that hangs is told of by `LeaseChecks`, which breaks the connection off.
+            # A look that hangs is told of by `LeaseChecks`, which breaks the connection off.
             waited_for = f"its lease to be looked up at {where}"
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         self._fail(reading, reason, ReadFailure.DEADLINE)

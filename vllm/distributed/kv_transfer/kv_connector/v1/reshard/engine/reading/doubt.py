@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from ...protocol.lifetimes import PEER_GRACE_S
 from ...protocol.quoting import one_line
 from ...transport.lane import Lane, Lanes
+from ..compat import FAILED_READS_ARE_NAMED
 from ..stats import ReshardStats
 
 logger = init_logger(__name__)
@@ -21,7 +22,7 @@ class BlocksInDoubt:
 
     Args:
         lanes: The lanes whose reads may write into them.
-        stats: Its metrics.
+        stats: The metrics of a worker whose scheduler hears of no failed read, as in 0.22.1.
 
     Attributes:
         num_block_ids: Number of blocks in the cache; 0 until the caches are registered.
@@ -37,7 +38,9 @@ class BlocksInDoubt:
     def add(self, num_blocks: int) -> None:
         """Add to the number of blocks in doubt; a negative number subtracts."""
         self.count += num_blocks
-        self._stats.record_blocks_in_doubt(self.count)
+        if not FAILED_READS_ARE_NAMED:
+            # Otherwise the scheduler counts them, over all workers.
+            self._stats.record_blocks_in_doubt(self.count)
 
     @property
     def are_too_many(self) -> bool:

@@ -19,7 +19,7 @@ from ...protocol.messages import Receive
 from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState
 from ...transport.connection import PeerConnection
-from ...transport.lease_check import LeaseCheckFailure, LookupKey, PreparedTable
+from ...transport.lease_check import CheckKey, LeaseCheckFailure, PreparedTable
 from ...transport.transfers import Transfers
 from ..connecting.peers import Peer
 from ..stats import ReadFailure
@@ -91,7 +91,7 @@ class Reading(Read):
     strategies: set[str] = field(default_factory=set)
 
     @property
-    def key(self) -> LookupKey:
+    def key(self) -> CheckKey:
         """Its id and number."""
         return self.request_id, self.number
 
@@ -150,7 +150,7 @@ class Readings:
         self._timeout_s = timeout_s
         self._name = name
         # Ordered by deadline.
-        self._deadlines: deque[tuple[float, LookupKey]] = deque()
+        self._deadlines: deque[tuple[float, CheckKey]] = deque()
         self._num_taken_up = 0
 
     @property
@@ -158,7 +158,7 @@ class Readings:
         """Requests by id."""
         return self.ledger.by_id
 
-    def find(self, key: LookupKey) -> Reading | None:
+    def find(self, key: CheckKey) -> Reading | None:
         """Return a request; None once it is over, even if another one has its id."""
         reading = self.by_id.get(key[0])
         return reading if reading is not None and reading.key == key else None

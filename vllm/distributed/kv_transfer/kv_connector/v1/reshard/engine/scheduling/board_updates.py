@@ -147,7 +147,7 @@ class BoardUpdates:
         else:
             self._update(name, State.KNOWN, request_id)
 
-    def admit(self, request_id: RequestId, prompt: Prompt) -> None:
+    def note_blocks(self, request_id: RequestId, prompt: Prompt) -> None:
         """Note that a request has its first blocks and computes its prompt."""
         if request_id in self._names and request_id not in self._computed:
             self._computed[request_id] = _Computed(prompt)

@@ -10,13 +10,31 @@ workers ring when they have something to report.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...transport.doorbell import Doorbell, open_doorbell
 from ...transport.sockets import InternalAddress
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 LONGEST_REST_S = 0.25
 """The delay that a lost ring may cost, and with which the scheduler may see what nothing rings for,
 such as expired leases."""
+
+
+def may_rest(config: VllmConfig) -> bool:
+    """Return whether an engine's core may rest.
+
+    False with data parallelism, where engines step together, with prefill context parallelism,
+    where some workers never ring, and with a connector for encoder caches, which depends on regular
+    steps.
+    """
+    return (
+        config.parallel_config.data_parallel_size == 1
+        and config.parallel_config.prefill_context_parallel_size == 1
+        and config.ec_transfer_config is None
+    )
 
 
 class Idling:

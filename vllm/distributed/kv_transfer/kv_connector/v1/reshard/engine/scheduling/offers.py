@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...protocol.board import BoardUpdate
@@ -19,7 +20,7 @@ from ...protocol.ids import RequestId
 from ...protocol.messages import Announcement, encode_announcement
 from ...transport.announcements import open_announcer
 from ...transport.sockets import InternalAddress, Sender
-from ..metadata import ReshardConnectorMetadata
+from ..metadata import Offer, ReshardConnectorMetadata
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -41,10 +42,8 @@ class OfferBook:
     """Offers that no step has sent to the workers yet. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._num_blocks: dict[RequestId, int] = {}
-        self._fingerprints: dict[RequestId, OfferFingerprint] = {}
-        self._secrets: dict[RequestId, OfferSecret] = {}
-        self._trace_headers: dict[RequestId, Mapping[str, str]] = {}
+        # Their leases begin with the step.
+        self._offers: dict[RequestId, Offer] = {}
         self._num_offers = 0
         self._announcer: Sender | None = None
         # The announcer's address, until it is sent to the workers.
@@ -79,11 +78,7 @@ class OfferBook:
             The secret with which the engine that receives the request may give the blocks up.
         """
         secret = secrets.randbits(64)
-        self._num_blocks[request_id] = num_blocks
-        self._fingerprints[request_id] = fingerprint
-        self._secrets[request_id] = secret
-        if trace_headers:
-            self._trace_headers[request_id] = trace_headers
+        self._offers[request_id] = Offer(fingerprint, 0.0, num_blocks, secret, trace_headers)
         self._num_offers += 1
         self.announce(Announcement(self._num_offers, request_id, fingerprint))
         return secret
@@ -93,12 +88,20 @@ class OfferBook:
         if self._announcer is not None:
             self._announcer.send(encode_announcement(announcement))
 
-    def write_to(self, metadata: ReshardConnectorMetadata) -> None:
-        """Move the offers made since the last step into a step's metadata."""
-        metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
-        metadata.fingerprints, self._fingerprints = self._fingerprints, {}
-        metadata.secrets, self._secrets = self._secrets, {}
-        metadata.trace_headers, self._trace_headers = self._trace_headers, {}
+    def write_to(
+        self, metadata: ReshardConnectorMetadata, leases_s: Mapping[RequestId, float]
+    ) -> None:
+        """Move the offers made since the last step into a step's metadata.
+
+        Args:
+            metadata: The step's metadata.
+            leases_s: Seconds from now for which each of these offers is held.
+        """
+        metadata.offered = {
+            request_id: replace(offer, lease_s=leases_s[request_id])
+            for request_id, offer in self._offers.items()
+        }
+        self._offers.clear()
         metadata.num_offers = self._num_offers
         metadata.announcer, self._address = self._address, None
 

@@ -67,18 +67,18 @@ class Parking:
     def hear(
         self,
         begun: Iterable[RequestId],
-        admissible: Iterable[RequestId],
+        may_have_blocks: Iterable[RequestId],
         faults: Mapping[RequestId, str],
     ) -> None:
         """Update requests with what a worker has seen at the other engine.
 
         Args:
             begun: Requests of whose prompts a part is computed.
-            admissible: Requests that stop waiting, as their last chunks are computed.
+            may_have_blocks: Requests that stop waiting, as their last chunks are computed.
             faults: Requests that stop waiting, as they will not be offered, each with the reason.
         """
         self._begun.update(each for each in begun if each in self._parked)
-        for request_id in admissible:
+        for request_id in may_have_blocks:
             self._end(request_id)
             self._holding.pop(request_id, None)
         for request_id, reason in faults.items():
@@ -86,7 +86,7 @@ class Parking:
                 self._end(request_id)
                 self._faults[request_id] = reason
 
-    def admit(self, request_id: RequestId) -> None:
+    def note_blocks(self, request_id: RequestId) -> None:
         """Note that a request has blocks to read into."""
         if request_id in self._parked:
             self._holding[request_id] = self._end(request_id)

@@ -43,8 +43,10 @@ class Readers:
         self._reading: dict[RemoteName, RequestId] = {}
         # Oldest first.
         self._ended: dict[RemoteName, None] = {}
+        # Made-up requests. Their own ids are no keys: clients choose them, and two may share one.
+        self._given_up: dict[RemoteName, Request] = {}
 
-    def admit(self, remote: RemoteName, request_id: RequestId) -> bool:
+    def claim(self, remote: RemoteName, request_id: RequestId) -> bool:
         """Return whether a request may read this remote request; only one may at a time."""
         return self._reading.setdefault(remote, request_id) == request_id
 
@@ -61,3 +63,12 @@ class Readers:
     def may_give_up(self, remote: RemoteName) -> bool:
         """Return whether no request reads, or has read, this remote request."""
         return remote not in self._reading and remote not in self._ended
+
+    def give_up(self, remote: RemoteName, request: Request) -> None:
+        """Note that a made-up request gives up this remote request."""
+        self._given_up[remote] = request
+
+    def take_given_up(self) -> list[Request]:
+        """Return the made-up requests whose holders have not been notified."""
+        given_up, self._given_up = self._given_up, {}
+        return list(given_up.values())

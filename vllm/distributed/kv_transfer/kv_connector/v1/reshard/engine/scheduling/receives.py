@@ -1,19 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers read for a request, from its parameters and its tokens."""
+"""Which of a request's parameters count, and what workers read for it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...protocol.early import decode_params, prefill_params
 from ...protocol.fingerprint import OfferFingerprint, fingerprint
 from ...protocol.ids import BlockIds
 from ...protocol.messages import Receive, RemoteEngineAddress
-from ...protocol.params import RemoteBlocks, is_early, remote_blocks
+from ...protocol.params import (
+    Params,
+    RemoteBlocks,
+    faulty,
+    is_early,
+    remote_blocks,
+    sanitize_params,
+)
+from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
 from .readers import is_made_up
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+def believable(
+    request: Request, trusted: TrustedPeers | None, *, dispatches_early: bool, reads_back: bool
+) -> tuple[Params | None, str | None]:
+    """Return a request's sanitized parameters, and why blocks cannot be read back, or None.
+
+    Early parameters of a request that vLLM made up are dropped: without a prompt or a secret, the
+    engine that offers it cannot be notified.
+
+    Args:
+        request: A new request.
+        trusted: Networks that other engines may be in; None for any.
+        dispatches_early: Whether requests may be sent to both engines at once.
+        reads_back: Whether blocks of an earlier turn are read back.
+    """
+    params: Any = request.kv_transfer_params
+    if dispatches_early:
+        early = decode_params(params, request.request_id, trusted)
+        if isinstance(early, str):
+            return faulty(early), None
+        if early is not None:
+            return (None if is_made_up(request) else early), None
+        params = prefill_params(params)
+    return sanitize_params(params, reads_back=reads_back, trusted=trusted)
 
 
 def receive_of(

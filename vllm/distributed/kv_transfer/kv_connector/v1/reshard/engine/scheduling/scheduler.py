@@ -2,8 +2,8 @@
 """The scheduler's half of the connector.
 
 It extends upstream's scheduler, and keeps its request states and the parameters that routers pass
-on. It also answers handshakes for all pipeline stages, and decides which requests wait for blocks,
-and which tokens are read, given up and offered. The other modules of this folder have the rules.
+on. It also answers handshakes for all pipeline stages. Which requests wait for blocks, and which
+tokens are read, given up and offered, is decided by the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...protocol.board import State
-from ...protocol.early import decode_params, prefill_name, prefill_params
+from ...protocol.early import prefill_name
 from ...protocol.ids import BlockIds, EngineId
 from ...protocol.messages import Receive, RemoteRequest
 from ...protocol.metadata import encode_replies
 from ...protocol.params import (
-    Params,
     already_requested,
-    faulty,
     is_disaggregated,
     is_early,
     offered_tokens,
     remote_blocks,
     remote_request,
-    sanitize_params,
     without_source,
     write_secret,
 )
@@ -48,14 +45,15 @@ from ..failed_reads import ReadBook
 from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
+from .awaiting import AwaitedRequests
 from .board_updates import BoardUpdates, scheduled_in
 from .first_tokens import open_first_tokens
 from .handovers import Handovers
-from .idling import Idling
+from .idling import Idling, may_rest
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
-from .readers import Readers, RemoteName, is_made_up
-from .receives import address_of, fingerprint_of, receive_of
+from .readers import Readers, is_made_up
+from .receives import address_of, believable, fingerprint_of, receive_of
 from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
@@ -101,11 +99,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         has_windows = bool(window_groups(kv_cache_config))
         self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
-        # Requests that began or stopped waiting for blocks since the last step's metadata.
-        self._awaited: dict[str, RemoteRequest] = {}
-        self._ended: set[str] = set()
-        # Requests whose leases workers renew now, or from the next metadata on.
-        self._renewed: set[str] = set()
+        self._awaited = AwaitedRequests()
         self._offers = OfferBook()
         # With drafts, a step's tokens may be rejected: no part of a prompt goes on the board early.
         is_told = vllm_config.speculative_config is None
@@ -121,13 +115,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
-        # Requests that vLLM made up since the last step's metadata. Request ids are no keys here:
-        # clients choose them, and two requests may share one.
-        self._given_up: dict[RemoteName, Request] = {}
-        self._reads = ReadBook()
-        self._has_blocks_in_doubt = False
-        self._idling = Idling()
         self._stats = ReshardStats()
+        self._reads = ReadBook(self._stats.record_blocks_in_doubt)
+        self._idling = Idling()
         self.first_tokens = open_first_tokens(
             vllm_config,
             settings,
@@ -172,19 +162,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._block_pool = block_pool
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the call that wakes the engine's core, and let the core wait longer.
-
-        Do nothing with data parallelism, where engines step together, with prefill context
-        parallelism, where some workers never ring, and with a connector for encoder caches, which
-        depends on regular steps.
-        """
-        parallel_config = self.vllm_config.parallel_config
-        if (
-            parallel_config.data_parallel_size > 1
-            or parallel_config.prefill_context_parallel_size > 1
-            or self.vllm_config.ec_transfer_config is not None
-        ):
+        """Set the call that wakes the engine's core, and let the core wait longer if it may."""
+        if not may_rest(self.vllm_config):
             return
+        parallel_config = self.vllm_config.parallel_config
         self._idling.begin(
             host_for_workers(parallel_config, self.side_channel_host),
             wakeup,
@@ -214,7 +195,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         up reads nothing; it gives up an offer that no request of this engine has read: see
         `readers`.
         """
-        params, fault = self._believable(request)
+        params, fault = believable(
+            request,
+            self._trusted,
+            dispatches_early=self._dispatches_early,
+            reads_back=self.is_bidirectional_kv_xfer_enabled,
+        )
         if fault is not None:
             logger.warning(
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
@@ -228,7 +214,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             if made_up:
                 is_free = self._readers.may_give_up(remote)
             else:
-                is_free = self._readers.admit(remote, request.request_id)
+                is_free = self._readers.claim(remote, request.request_id)
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
@@ -241,33 +227,13 @@ class ReshardScheduler(NixlConnectorScheduler):
                 if is_early(params):
                     num_blocks = self._counts.num_blocks(request.num_tokens)
                     self._parking.park(request.request_id, named, num_blocks)
-                else:
-                    self._awaited[request.request_id] = named
-                self._renewed.add(request.request_id)
+                self._awaited.begin(request.request_id, None if is_early(params) else named)
         if params and params.get("do_remote_decode"):
             self.first_tokens.ask(request)
             if self._dispatches_early:
                 self._board_updates.add(
                     request.request_id, prefill_name(request.request_id, params)
                 )
-
-    def _believable(self, request: Request) -> tuple[Params | None, str | None]:
-        """Return a request's sanitized parameters, and why blocks cannot be read back, or None.
-
-        Early parameters of a request that vLLM made up are dropped: without a prompt or a secret,
-        the engine that offers it cannot be notified.
-        """
-        params: Any = request.kv_transfer_params
-        if self._dispatches_early:
-            early = decode_params(params, request.request_id, self._trusted)
-            if isinstance(early, str):
-                return faulty(early), None
-            if early is not None:
-                return (None if is_made_up(request) else early), None
-            params = prefill_params(params)
-        return sanitize_params(
-            params, reads_back=self.is_bidirectional_kv_xfer_enabled, trusted=self._trusted
-        )
 
     # Upstream's scheduler returns an int; the connector's interface also allows None, after which
     # vLLM asks again in the next step.
@@ -324,9 +290,9 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """Record a request's new blocks as upstream does; if it is to be read, stop parking it."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._board_updates.admit(request.request_id, request)
+        self._board_updates.note_blocks(request.request_id, request)
         if num_external_tokens:
-            self._parking.admit(request.request_id)
+            self._parking.note_blocks(request.request_id)
 
     def _prefill_backoff(self) -> int:
         """Return how many tokens at the end of a prompt the prefill engine does not compute.
@@ -354,24 +320,21 @@ class ReshardScheduler(NixlConnectorScheduler):
         metadata = ReshardConnectorMetadata(
             admitted=upstream.reqs_in_batch,
             withdrawn=upstream.reqs_not_processed,
-            offered={
-                request_id: max(expires_at_s - now_s, 0.0)
-                for request_id, expires_at_s in upstream.reqs_to_send.items()
-            },
-            awaited=self._awaited,
-            ended=self._ended,
             early=self._parking.take(),
             board_updates=self._board_updates.take(),
         )
-        self._awaited, self._ended = {}, set()
-        self._offers.write_to(metadata)
+        self._awaited.write_to(metadata)
+        leases_s = {
+            request_id: max(expires_at_s - now_s, 0.0)
+            for request_id, expires_at_s in upstream.reqs_to_send.items()
+        }
+        self._offers.write_to(metadata, leases_s)
         metadata.receive = {
             request_id: self._receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
         }
-        given_up = [self._receive(request, ()) for request in self._given_up.values()]
+        given_up = [self._receive(request, ()) for request in self._readers.take_given_up()]
         metadata.given_up = [receive for receive in given_up if receive.secret is not None]
-        self._given_up.clear()
         for request, block_ids in wanted.values():
             # Without blocks, the producer is notified, but workers report nothing.
             if any(block_ids):
@@ -391,7 +354,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
-            self._parking.hear(told.begun, told.admissible, told.faults)
+            self._parking.hear(told.begun, told.may_have_blocks, told.faults)
             self.first_tokens.hear(told.first_tokens)
             self._handovers.hear(told.offered_s)
             self._handovers.fail((*told.failed, *told.faults))
@@ -404,15 +367,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
-        """Return the scheduler's statistics since the last call; None if there are none.
-
-        vLLM appends them to the workers' statistics of the same step, and takes a gauge's last
-        value: the scheduler's number of blocks in doubt overrides each worker's own number.
-        """
-        num_blocks = self._reads.num_blocks_in_doubt
-        if num_blocks or self._has_blocks_in_doubt:
-            self._stats.record_blocks_in_doubt(num_blocks)
-        self._has_blocks_in_doubt = num_blocks > 0
+        """Return the scheduler's statistics since the last call; None if there are none."""
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
@@ -481,7 +436,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             and is_made_up(request)
             and self._reqs_need_recv.pop(request.request_id, None) is not None
         ):
-            self._given_up[remote] = request
+            self._readers.give_up(remote, request)
         if is_nobodys and params is not None:
             self._reqs_not_processed.add(request.request_id)
             params = None
@@ -504,10 +459,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """Stop renewing a request's lease; upstream calls this once it is received or has ended."""
-        if req_id in self._renewed:
-            self._renewed.remove(req_id)
-            if self._awaited.pop(req_id, None) is None:
-                self._ended.add(req_id)
+        self._awaited.end(req_id)
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
