@@ -243,7 +243,7 @@ class _Reader:
             results.extend(leases.advance())
             return len(results) == len(tables)
 
-        wait_until(is_told, "a lookup")
+        wait_until(is_told, "a check")
         return results
 
 

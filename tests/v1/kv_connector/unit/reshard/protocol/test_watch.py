@@ -111,7 +111,7 @@ def test_looks_are_rare_and_never_too_late(looks):
 
 
 @pytest.mark.parametrize("state", GOOD[:2])
-def test_change_is_seen_late_by_a_fiftieth_at_most(state):
+def test_rest_is_a_fiftieth_of_the_time_that_a_state_has_lasted(state):
     """Looks are frequent after each change, and rarer the longer a state has lasted."""
     watch = Watch(0.0)
     watch.see(state, 2.0)

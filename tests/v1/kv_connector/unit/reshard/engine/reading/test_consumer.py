@@ -481,7 +481,7 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     broken_off: list = []
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
     worker.reads.advance(600.0, UNLIMITED)
-    assert worker.reads.take_completions() == Completions(received={"a"}, offered_at_s={"a": 0.0})
+    assert worker.reads.take_completions() == Completions({}, {"a"}, {"a": 0.0})
     assert not broken_off and worker.reads.next_due_s is None
 
 

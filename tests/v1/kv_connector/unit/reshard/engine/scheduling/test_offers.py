@@ -37,7 +37,7 @@ def book() -> Iterator[OfferBook]:
 def next_step(book: OfferBook) -> ReshardConnectorMetadata:
     """What the workers are told in the next step."""
     metadata = ReshardConnectorMetadata()
-    book.write_to(metadata, {"a": 30.0, "b": 20.0})
+    book.write_to(metadata, {name: {"a": 30.0, "b": 20.0}[name] for name in book._offers})
     return metadata
 
 

@@ -54,7 +54,7 @@ class ProducerSide:
 
     Args:
         agent: This worker's agent, which registers the lease table and the board.
-        renewal_s: Seconds for which a notification renews a lease.
+        renewal_s: Seconds for which a renewal extends a lease.
         stats: Its metrics.
         name: The worker's name, for traces.
         board: Shows readers the progress of requests; None to show none.
@@ -242,7 +242,7 @@ class ProducerSide:
         logger.debug(
             "Request %s: %s, with %d blocks%s%s.",
             quote(request_id),
-            request.state.value,
+            one_line(request.state.value),
             request.num_blocks,
             one_line(after),
             one_line(more),

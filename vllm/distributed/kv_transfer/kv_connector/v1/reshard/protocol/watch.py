@@ -30,8 +30,8 @@ COMPUTED_WITHIN_S = 300.0
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 1e-3, 10e-3
 _REST_PER_WAIT = 0.02
-"""Rest between looks, as a share of the time that the state has lasted: a change is seen at most a
-fiftieth of that time late."""
+"""Rest between looks, as a share of the time that the state has lasted, within the bounds above. A
+change is seen at most that share late, or the shortest rest if that is more."""
 
 
 @dataclass(slots=True)

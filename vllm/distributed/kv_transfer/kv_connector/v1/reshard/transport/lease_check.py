@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks after a read that the lease still held and covered the expected tokens and blocks.
 
-One small read looks up all requests that were just read from one worker in its lease table. A
+Each request is one check; one small read of a worker's lease table, a look, serves many of them. A
 producer's worker enters an offer a step after its engine has answered; a reader that is faster
 looks again. Everything here belongs to the connector's thread of the reading worker.
 """
@@ -93,7 +93,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One request to look up.
+    """One request to check.
 
     Attributes:
         key: Key of the check.
@@ -102,7 +102,7 @@ class _Wanted:
         table: Table to look it up in.
         due_at_s: Deadline of the check.
         look_at_s: When to look again, if it was not offered yet or had another fingerprint.
-        num_looks: Number of looks that found another fingerprint.
+        num_looks: Number of looks that found no entry, or another fingerprint.
     """
 
     key: CheckKey
@@ -299,7 +299,7 @@ class LeaseChecker:
 def _not_offered(wanted: _Wanted) -> CheckResult:
     """Return the result on a request that was not offered by its deadline.
 
-    Without one it would time out, and its log line would blame the look: the table could be read.
+    Its failure is then the missing offer, and not the deadline: its table could be read.
     """
     fault = (
         f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sockets that this engine listens on have in common.
+"""Sockets that an engine listens on, and messages between its own processes.
 
 Sockets for the engine's own processes have keys of their own, made anew for each: ZeroMQ's CURVE
 sends neither the public key nor messages in the clear. Clients without the public key are rejected.

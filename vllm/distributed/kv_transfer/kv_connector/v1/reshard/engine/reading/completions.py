@@ -6,7 +6,8 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 from vllm.logger import init_logger
 
@@ -33,7 +34,7 @@ _REMEDIES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Completions:
     """What has become of requests.
 
@@ -43,9 +44,9 @@ class Completions:
         offered_at_s: Since when each successfully received request could be read.
     """
 
-    failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
-    received: set[RequestId] = field(default_factory=set)
-    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
+    failed: dict[RequestId, frozenset[int]]
+    received: set[RequestId]
+    offered_at_s: dict[RequestId, float]
 
 
 class CompletionHandler:
@@ -71,20 +72,20 @@ class CompletionHandler:
         self._doubt = doubt
 
     def take(self, now_s: float) -> Completions:
-        """Return what has become of requests since the last call, and tell all who wait for it."""
-        completions = Completions()
+        """Return what has become of requests since the last call; count, log and notify it."""
         failed, ended = self._readings.ledger.take()
+        completions = Completions(
+            {each.request_id: frozenset(chain(*each.receive.local_block_ids)) for each in failed},
+            {each.request_id for each in ended},
+            {each.request_id: each.offered_at_s for each in ended if each.fault is None},
+        )
         for reading in failed:
-            block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
-            completions.failed[reading.request_id] = block_ids
+            num_blocks = len(completions.failed[reading.request_id])
             try:
-                self._conclude_failed(reading, len(block_ids) if reading.parts else 0)
+                self._conclude_failed(reading, num_blocks if reading.parts else 0)
             except Exception:
                 _tell_cut_short(reading)
         for reading in ended:
-            completions.received.add(reading.request_id)
-            if reading.fault is None:
-                completions.offered_at_s[reading.request_id] = reading.offered_at_s
             try:
                 self._conclude(reading, now_s)
                 reading.tell(now_s)

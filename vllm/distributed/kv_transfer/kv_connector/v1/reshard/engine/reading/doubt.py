@@ -22,7 +22,7 @@ class BlocksInDoubt:
 
     Args:
         lanes: The lanes whose reads may write into them.
-        stats: The metrics of a worker whose scheduler hears of no failed read, as in 0.22.1.
+        stats: The worker's metrics, which get the number on 0.22.1; elsewhere the scheduler's do.
 
     Attributes:
         num_block_ids: Number of blocks in the cache; 0 until the caches are registered.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that another engine holds blocks for, from their arrival until they need none any more.
+"""Requests that another engine holds blocks for, until they are received or have ended.
 
 Meanwhile workers renew the leases of these blocks. They begin with the step that tells them of the
 request. Of one that was sent to both engines at once, `parking` tells them.

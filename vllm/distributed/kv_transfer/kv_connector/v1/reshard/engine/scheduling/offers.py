@@ -42,7 +42,7 @@ class OfferBook:
     """Offers that no step has sent to the workers yet. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
-        # Their leases begin with the step.
+        # Their leases begin with the step: `lease_s` is 0 until then.
         self._offers: dict[RequestId, Offer] = {}
         self._num_offers = 0
         self._announcer: Sender | None = None
@@ -97,6 +97,7 @@ class OfferBook:
             metadata: The step's metadata.
             leases_s: Seconds from now for which each of these offers is held.
         """
+        assert leases_s.keys() == self._offers.keys(), "upstream holds what is offered"
         metadata.offered = {
             request_id: replace(offer, lease_s=leases_s[request_id])
             for request_id, offer in self._offers.items()
