@@ -93,7 +93,7 @@ DECIDES := not faults and not full
 # mistake.
 UNIT := tests/v1/kv_connector/unit
 RESHARD := $(UNIT)/reshard
-TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
+TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/utils tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
                    $(RESHARD)/cli/test_caches_of_engines.py \
                    $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
                    $(wildcard $(RESHARD)/engine/caches/test_*.py) \
