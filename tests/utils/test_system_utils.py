@@ -8,7 +8,6 @@ import sys
 
 import psutil
 import pytest
-
 from vllm.utils.system_utils import kill_process_tree
 
 DEADLINE_S = 60.0

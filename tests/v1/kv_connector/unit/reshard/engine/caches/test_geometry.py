@@ -110,9 +110,7 @@ def test_the_latent_of_mla_is_one_plane():
         "plainly",
         pytest.param(
             "in a way that is not known",
-            marks=requires_base(
-                "0.32.0", "0.33.0", reason="it does not tell where such blocks lie"
-            ),
+            marks=requires_base("0.32.0", "0.33.0", reason="such blocks are refused"),
         ),
     ],
 )
