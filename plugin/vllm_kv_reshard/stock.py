@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+@final
 class NixlConnector(ForkConnector):
     """The fork's, in an engine without the fork's patches."""
 

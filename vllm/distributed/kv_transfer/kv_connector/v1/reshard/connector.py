@@ -11,7 +11,7 @@ on the prefill engine, and with the role `kv_consumer` on the decode engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-@final
 class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
