@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -53,11 +54,15 @@ pytestmark = [
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    """Start one of each layout, and one rank, which says what is right."""
+    """Start one of each layout, and one rank, which says what is right; all end when told to."""
     model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
     cases, run = chosen(request, "case"), tmp_path_factory.mktemp("run")
     with running(model, run, cases, also=[ONE], options={STAGES: UNEVEN, RANKS: SEEDED}) as engines:
         yield engines
+        servers = list(engines.by_layout.values())
+        engines.stack.stop(*servers)
+    killed = [each.name for each in servers if each.child.exit_status == 128 + signal.SIGKILL]
+    assert not killed, "they did not end when they were told to"
 
 
 @pytest.mark.parametrize("tokens", PROMPT_TOKENS)
