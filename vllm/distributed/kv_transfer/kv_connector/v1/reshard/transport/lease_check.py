@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
@@ -235,9 +235,7 @@ class LeaseChecker:
         self._wanted.clear()
         self._again.clear()
         self._looks.clear()
-        self._results += [
-            CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered
-        ]
+        self._results += _unanswered(unanswered, fault)
         return self._take_results()
 
     def _take_results(self) -> list[CheckResult]:
@@ -254,10 +252,7 @@ class LeaseChecker:
         try:
             read = self._buffer.post(self._reads, table.buckets, buckets)
         except TransferError as error:
-            fault = str(error)
-            self._results += [
-                CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted
-            ]
+            self._results += _unanswered(wanted, str(error))
         else:
             names = [entry.name for entry in entries]
             due_at_s = min(each.due_at_s for each in wanted)
@@ -275,8 +270,7 @@ class LeaseChecker:
         peer = look.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
-            failed = [CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in look.wanted]
-            return failed, []
+            return _unanswered(look.wanted, fault), []
         results, later = [], []
         for wanted, name, row in zip(
             look.wanted, look.names, self._buffer.landed(look.read), strict=True
@@ -294,6 +288,11 @@ class LeaseChecker:
             else:
                 results.append(_not_offered(wanted))
         return results, later
+
+
+def _unanswered(wanted: Iterable[_Wanted], fault: str) -> list[CheckResult]:
+    """Return the results on requests whose look failed."""
+    return [CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
 
 
 def _not_offered(wanted: _Wanted) -> CheckResult:
