@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import Re
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ConsumerLedger,
     ProducerLedger,
-    Read,
+    RequestRead,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
@@ -98,10 +98,10 @@ def test_notifier_forgets_what_it_has_told():
 
 def test_reader_forgets_what_it_has_read():
     """Well or not."""
-    ledger: ConsumerLedger[Read] = ConsumerLedger()
+    ledger: ConsumerLedger[RequestRead] = ConsumerLedger()
     before = sizes(ledger)
     for number in range(NUM_REQUESTS):
-        read = Read(str(number))
+        read = RequestRead(str(number))
         ledger.begin(read)
         ledger.post(read, range(3), pending_checks=1)
         if number % 2:

@@ -42,7 +42,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote impor
     PreparedStaging,
     RequestBlocks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Copy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
@@ -106,19 +105,11 @@ class Counting:
     def release(self, transfer: Transfer) -> None:
         """Nothing is held."""
 
-    def submit(self, scatter: Scatter) -> Copy:
+    def submit(self, scatter: Scatter) -> None:
         """Count a copy and its bytes."""
         self.copies += 1
         chunk_bytes = scatter.num_heads * scatter.num_slots * scatter.slot_bytes
         self.bytes_copied += len(scatter.src_offsets) * chunk_bytes
-        return self
-
-    def done(self) -> bool:
-        """It is made."""
-        return True
-
-    def fault(self) -> None:
-        """It was."""
 
     def close(self) -> None:
         """Nothing runs."""

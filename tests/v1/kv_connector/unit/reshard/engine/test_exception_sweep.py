@@ -196,7 +196,7 @@ def test_thread_that_does_not_start_is_started_later_or_done_without(reads, monk
         fleet.close()
 
 
-@pytest.mark.parametrize("name", ["reshard-connector", "reshard-dialer", "reshard-scatter"])
+@pytest.mark.parametrize("name", ["reshard-connector", "reshard-dialer"])
 def test_engine_without_a_thread_that_it_needs_does_not_begin(reads, monkeypatch, name):
     """It says so, and what there is already is closed."""
     threads = Threads(threading.Thread.start, name)

@@ -40,7 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import HostScatterer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
 
 SIZE = 8
 NUM_BLOCKS = 12
@@ -205,15 +205,13 @@ def transfer(leg: Leg, source: Rank, reader: Rank, start_token: int, limit_bytes
     staged = stage_leg(leg, source.described)
     arena, length = torch.zeros(1 << 20, dtype=torch.uint8), staged.descriptor_bytes
     storage = reader.cache.views[LAYERS[0]].untyped_storage()
-    scatterer = HostScatterer(arena, [torch.empty(0, dtype=torch.uint8).set_(storage)])
+    scatterer = Scatterer(arena, [torch.empty(0, dtype=torch.uint8).set_(storage)])
     for window in staged.windows(selected, limit_bytes):
         span = Span(0, window.size_bytes)
         at_source, landing = staged.indices(window, span)
         targets = (arena.data_ptr() + landing.astype(np.int64) * length).tolist()
         move(places(staged.src, at_source), targets, length)
-        done = scatterer.submit(staged.scatter(window, span))
-        assert done.fault() is None and done.done()
-    scatterer.close()
+        scatterer.submit(staged.scatter(window, span))
 
 
 def places(end: LegEnd, indices: np.ndarray) -> list[int]:

@@ -26,8 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Run,
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
-    DeviceScatterer,
-    HostScatterer,
+    device_memory,
+    host_memory,
+    make_copy,
 )
 
 ARENA = 1 << 16
@@ -38,11 +39,11 @@ def rebased(scatter, address: int):
     return replace(scatter, dst_addresses=scatter.dst_addresses + address)
 
 
-def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, scatterer) -> list[int]:
+def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, memory_of) -> list[int]:
     """Move what a request's blocks have in common; returns the sizes of the windows."""
     arena, sizes = torch.zeros(ARENA, dtype=torch.uint8), []
     own = torch.from_numpy(dst.bytes)
-    copies = scatterer(arena, [own])
+    memories = memory_of([own])
     for window in staged.windows(staged.leg.select(*blocks), limit):
         # Anywhere, as long as it is aligned.
         start = 3 * staged.descriptor_bytes
@@ -55,17 +56,15 @@ def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, scatt
             to = int(to_index) * staged.descriptor_bytes
             source = src.bytes[descriptor(staged.src, from_index)]
             arena.numpy()[to : to + staged.descriptor_bytes] = source
-        copy = copies.submit(rebased(staged.scatter(window, where), own.data_ptr()))
-        assert copy.fault() is None and copy.done()
+        make_copy(rebased(staged.scatter(window, where), own.data_ptr()), arena, memories)
         sizes.append(window.size_bytes)
-    copies.close()
     return sizes
 
 
-@pytest.mark.parametrize("scatterer", [HostScatterer, DeviceScatterer])
+@pytest.mark.parametrize("memory_of", [host_memory, device_memory])
 @settings(deadline=None, max_examples=60)
 @given(case=transfers(), limit=st.sampled_from([1, 100, 500, ARENA]), seed=st.integers(0, 99))
-def test_staged_reads_move_what_direct_ones_do(scatterer, case, limit, seed):
+def test_staged_reads_move_what_direct_ones_do(memory_of, case, limit, seed):
     """Between any two layouts, in windows of any size, both leave the same bytes."""
     (src, dst), planned, blocks = case
     src.bytes[:] = np.random.default_rng(seed).integers(1, 256, src.bytes.size)
@@ -75,7 +74,7 @@ def test_staged_reads_move_what_direct_ones_do(scatterer, case, limit, seed):
     expected, dst.bytes[:] = dst.bytes.copy(), before
     for leg in legs:
         staged = stage_leg(leg, src.cache())
-        sizes = stage(staged, src, dst, blocks, limit, scatterer)
+        sizes = stage(staged, src, dst, blocks, limit, memory_of)
         assert all(size <= max(limit, staged.slice_bytes) for size in sizes)
         assert sum(sizes) == staged.slice_bytes * sum(
             len(each.overlap.src_blocks) * len(each.planes) for each in leg.select(*blocks)

@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
     Mismatch,
     Notice,
     ProducerLedger,
-    Read,
     Receipt,
+    RequestRead,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 
@@ -358,8 +358,8 @@ class Consumer:
     """
 
     def __init__(self, state: ReadState = ReadState.WAITING) -> None:
-        self.ledger: ConsumerLedger[Read] = ConsumerLedger()
-        self.read = Read("a", state)
+        self.ledger: ConsumerLedger[RequestRead] = ConsumerLedger()
+        self.read = RequestRead("a", state)
         self.ledger.begin(self.read)
 
     def drain(self, part: int) -> bool:
@@ -481,8 +481,8 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger: ConsumerLedger[Read] = ConsumerLedger()
-        self.reads: dict[str, Read] = {}
+        self.ledger: ConsumerLedger[RequestRead] = ConsumerLedger()
+        self.reads: dict[str, RequestRead] = {}
         self.prefetched: set[str] = set()
         self.waiting: set[str] = set()
         self.parts: dict[str, set[int]] = {}
@@ -496,7 +496,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         """A new request, of which parts are prefetched, perhaps."""
         request_id = f"request {len(self.parts)}"
         state = ReadState.PREFETCHING if is_prefetched else ReadState.WAITING
-        read = self.reads[request_id] = Read(request_id, state)
+        read = self.reads[request_id] = RequestRead(request_id, state)
         self.waiting.add(request_id)
         self.parts[request_id], self.steps[request_id] = set(), 0
         self.ledger.begin(read)

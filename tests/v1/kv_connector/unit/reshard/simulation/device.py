@@ -21,10 +21,7 @@ import torch
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter as scatter_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
-    Copy,
-    DeviceScatterer,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
 
 
 @dataclass(eq=False, slots=True)
@@ -207,7 +204,7 @@ class DeviceCopies:
 
     def __init__(self, arena: DeviceArena, caches: Iterable[torch.Tensor]) -> None:
         self._device = arena.device
-        self._scatterer = DeviceScatterer(arena, caches)
+        self._scatterer = Scatterer(arena, caches)
         (self._stream,) = self._device.streams[1:]
 
     @property
@@ -215,7 +212,7 @@ class DeviceCopies:
         """Copies that are not made."""
         return self._stream.pending
 
-    def submit(self, scatter: Scatter) -> Copy:
+    def submit(self, scatter: Scatter) -> Event:
         """Make a copy later."""
         return self._scatterer.submit(scatter)
 
@@ -235,12 +232,12 @@ class DeviceCopies:
 @contextmanager
 def devices() -> Iterator[None]:
     """Within this block there is no other device."""
-    late = partial(_copy, scatter_module._copy)
+    late = partial(_copy, scatter_module.make_copy)
     with (
         mock.patch.multiple(
             torch.cuda, Event=Event, Stream=Stream, stream=_launching_on, set_device=set_device
         ),
-        mock.patch.object(scatter_module, "_copy", late),
+        mock.patch.object(scatter_module, "make_copy", late),
     ):
         yield
 

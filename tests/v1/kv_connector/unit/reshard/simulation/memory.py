@@ -16,6 +16,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.device import (
     Device,
     DeviceArena,
     DeviceCopies,
+    Kernel,
 )
 from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
@@ -172,26 +173,8 @@ class OwnedArena(ArenaAllocator):
         return NOBODY
 
 
-@dataclass(eq=False)
-class LateCopy:
-    """A copy out of an arena that is made when the schedule says so."""
-
-    scatter: Scatter
-    owners: tuple[Owner | None, ...]
-    made: bool = False
-    broken: bool = False
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self.made or self.broken
-
-    def fault(self) -> str | None:
-        """Why it did not end well."""
-        return "the simulated copy has failed" if self.broken else None
-
-
-class LateCopies:
-    """Makes copies one after the other, late.
+class HostCopies:
+    """Makes copies in host memory, or fails at them half way.
 
     Args:
         random: Decides which of them fail.
@@ -199,48 +182,38 @@ class LateCopies:
         owner_at: Whose a byte is.
     """
 
+    pending: Sequence[Kernel] = ()
+    """Each is made when it is submitted."""
+
     def __init__(self, random: Random, arena: np.ndarray, owner_at: OwnerAt) -> None:
         self._random, self._arena, self._owner_at = random, arena, owner_at
-        self.pending: list[LateCopy] = []
         self.failure_rate = 0.0
 
-    def submit(self, scatter: Scatter) -> LateCopy:
-        """Make a copy later."""
-        owners = tuple(self._owner_at(to) for to in scatter.dst_addresses.tolist())
-        self.pending.append(LateCopy(scatter, owners))
-        return self.pending[-1]
-
-    def make_one(self) -> None:
-        """Make the oldest copy, or fail at it half way."""
-        copy = self.pending.pop(0)
+    def submit(self, scatter: Scatter) -> None:
+        """Make a copy."""
         fails = self._random.random() < self.failure_rate
-        scatter, base = copy.scatter, self._arena.ctypes.data
+        base = self._arena.ctypes.data
         chunks = list(
-            zip(
-                scatter.src_offsets.tolist(),
-                scatter.dst_addresses.tolist(),
-                copy.owners,
-                strict=True,
-            )
+            zip(scatter.src_offsets.tolist(), scatter.dst_addresses.tolist(), strict=True)
         )
-        for offset, to, owner in chunks[: len(chunks) // 2] if fails else chunks:
-            now = self._owner_at(to)
-            check(now is owner, f"a copy for {owner} is made into memory of {now}")
+        for offset, to in chunks[: len(chunks) // 2] if fails else chunks:
+            owner = self._owner_at(to)
+            waits = owner is not None and owner.reads
+            check(waits, f"a copy is made into memory of {owner}, which waits for none")
             for head in range(scatter.num_heads):
                 for token in range(scatter.num_slots):
                     source = _strided(offset, scatter.src_strides_bytes, head, token)
                     target = _strided(to, scatter.dst_strides_bytes, head, token)
                     ctypes.memmove(target, base + source, scatter.slot_bytes)
-        copy.made, copy.broken = not fails, fails
+        if fails:
+            raise RuntimeError("the simulated copy has failed")
 
     def may_write(self, owner: Owner) -> bool:
         """Whether a copy may still write into what is somebody's."""
-        return any(owner is each for copy in self.pending for each in copy.owners)
+        return False
 
     def close(self) -> None:
-        """Make all copies."""
-        while self.pending:
-            self.make_one()
+        """There is nothing to wait for."""
 
 
 def _strided(start: int, strides_bytes: tuple[int, int], head: int, token: int) -> int:
@@ -272,13 +245,13 @@ class WorkerMemory:
         self.cache = cache
         self._owner_of_block = owner_of_block
         self.area: StagingArea | None = None
-        self.copies: LateCopies | DeviceCopies | None = None
+        self.copies: HostCopies | DeviceCopies | None = None
         if arena_bytes:
             # The allocation of the words outlives the tensor, which only refers to it.
             self._arena = np.zeros(arena_bytes, dtype=np.uint8)
             arena = torch.from_numpy(self._arena)
             if device is None:
-                self.copies = LateCopies(random, self._arena, self.owner_at)
+                self.copies = HostCopies(random, self._arena, self.owner_at)
             else:
                 self.copies = DeviceCopies(
                     DeviceArena(arena, device, self.owner_at), [cache.tensor]

@@ -202,9 +202,13 @@ def steps_are_over_before_they_are_computed(monkeypatch):
 
 
 def copies_are_made_once_they_are_launched(monkeypatch):
-    """A copy out of the arena is called done while its stream has not come to it."""
-    monkeypatch.setattr(scatter._DeviceCopy, "done", lambda _: True)
-    monkeypatch.setattr(scatter._DeviceCopy, "fault", lambda _: None)
+    """A copy out of the arena is taken for made while its stream has not come to it."""
+    submit = scatter.Scatterer.submit
+
+    def submit_and_forget(scatterer, each):
+        submit(scatterer, each)
+
+    monkeypatch.setattr(scatter.Scatterer, "submit", submit_and_forget)
 
 
 def threads_keep_the_first_device(monkeypatch):

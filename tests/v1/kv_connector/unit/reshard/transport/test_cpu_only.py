@@ -1,18 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads run where they are told, and nobody else moves."""
+"""Threads run where they are told, and no other thread moves."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import run_on, running_on
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import (
+    compute_alone,
+    running_on,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity"
 )
+
+
+THREADS = """
+import threading
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import compute_alone
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).sum()
+torch.set_num_threads = lambda count: None  # As a worker on CPU has it.
+
+def run():
+    compute_alone(None)
+    print(torch.get_num_threads())
+
+other = threading.Thread(target=run)
+other.start()
+other.join()
+print(torch.get_num_threads())
+"""
+
+
+def test_thread_computes_with_one_core_and_leaves_others_theirs():
+    """Also in a worker on CPU, where torch's own setting does nothing."""
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.split()[-2:] == ["1", "2"]
 
 
 def test_thread_runs_where_it_is_told():
@@ -20,7 +53,7 @@ def test_thread_runs_where_it_is_told():
     own, seen = os.sched_getaffinity(0), []
 
     def run() -> None:
-        run_on({min(own)})
+        compute_alone({min(own)})
         seen.append(os.sched_getaffinity(0))
 
     other = threading.Thread(target=run)
@@ -46,6 +79,5 @@ def test_threads_that_are_started_within_run_there():
 def test_nothing_changes_where_no_cores_are_named(cores):
     """As on systems that have no such thing."""
     own = os.sched_getaffinity(0)
-    run_on(cores)
     with running_on(cores):
         assert os.sched_getaffinity(0) == own

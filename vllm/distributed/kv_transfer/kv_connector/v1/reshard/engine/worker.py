@@ -29,7 +29,7 @@ from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import listen_to
 from ..transport.connection import PeerConnection
-from ..transport.cpu import parents_cores, run_on
+from ..transport.cpu import compute_alone, parents_cores
 from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
@@ -281,7 +281,8 @@ class ReshardWorker:
 
     def _prepare_thread(self) -> None:
         """Prepare the connector's thread, which calls this."""
-        run_on(self._helpers_cores())
+        if self._on_cpu:
+            compute_alone(self._helpers_cores())
         self._device.choose()
 
     def _helpers_cores(self) -> set[int] | None:
@@ -297,8 +298,6 @@ class ReshardWorker:
             caches,
             self._settings.staging_arena_bytes,
             policy=self._settings.staging_policy(),
-            cores=self._helpers_cores(),
-            announce=self._thread.wake,
         )
 
     def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:

@@ -38,7 +38,7 @@ from .ids import RequestId
 from .quoting import one_line, quote
 from .states import ReadState
 
-AnyRead = TypeVar("AnyRead", bound="Read")
+AnyRead = TypeVar("AnyRead", bound="RequestRead")
 
 MAX_EARLY_NOTIFICATIONS = 1 << 10
 """Notifications kept for a request before its offer: more than any engine has workers."""
@@ -304,7 +304,7 @@ class ProducerLedger:
 
 
 @dataclass(slots=True)
-class Read:
+class RequestRead:
     """A request that a consumer reads. Only its ledger changes it.
 
     Attributes:
@@ -444,5 +444,5 @@ class ConsumerLedger(Generic[AnyRead]):
         return failed, ended
 
 
-def _expect(read: Read, state: ReadState) -> None:
+def _expect(read: RequestRead, state: ReadState) -> None:
     assert read.state is state, f"{quote(read.request_id)} is {one_line(read.state.value)}"

@@ -38,11 +38,6 @@ def compute_alone(cores: Collection[int] | None) -> None:
     openmp = ctypes.CDLL(None)
     if hasattr(openmp, "omp_set_num_threads"):
         openmp.omp_set_num_threads(1)
-    run_on(cores)
-
-
-def run_on(cores: Collection[int] | None) -> None:
-    """Bind the calling thread to the given cores; do nothing if there are none."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies out of the staging arena, without blocking the engine's thread or the connector's.
+"""Copies out of the staging arena.
 
-A scatter takes one indexed copy per stretch of memory that holds the KV cache. On the host that is
-a single copy, on a thread that computes with one core and holds the GIL only at its start and its
-end. On a device it is one copy per allocation, on a stream.
+A scatter takes one indexed copy per stretch of memory that holds the KV cache. On a device it is
+one copy per allocation, on a stream of its own, so that no thread waits for it. On the host it is a
+single copy, which the connector's thread makes itself; it holds the GIL only at its start and its
+end.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..memory.staging import Scatter
-from ..protocol.quoting import one_line
-from .cpu import compute_alone
 
 _WORDS = {
     16: torch.complex128,
@@ -32,109 +29,44 @@ _WORDS = {
 """Types that are copied bit for bit, by size in bytes: the widest that fits is the fastest."""
 
 
-class Copy(Protocol):
-    """A copy that has been submitted."""
-
-    def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
-
-    def fault(self) -> str | None:
-        """Wait until it has ended; return why it failed, or None if it succeeded."""
-
-
-class Scatterer(Protocol):
-    """Makes copies, one after the other."""
-
-    def submit(self, scatter: Scatter) -> Copy:
-        """Queue a copy to run after those submitted before it."""
-
-    def close(self) -> None:
-        """Wait for all copies."""
-
-
-def fault_of(error: BaseException) -> str:
-    """Return the failure message for a copy that raised this error, at its start or later."""
-    return f"its bytes could not be put in their places: {one_line(error)}"
-
-
-class HostScatterer:
-    """Copies in host memory.
-
-    `submit` and `close` belong to the connector's thread. The copying thread only receives values;
-    nothing else touches the blocks that it writes and the spans that it reads until the copy ends.
-
-    Args:
-        arena: The staging arena; uint8, contiguous.
-        caches: Tensors of the KV cache.
-        cores: Cores that the copying thread may use; None for those of the calling thread.
-        announce: Called by that thread when a copy has ended; None to call nothing.
-
-    Raises:
-        RuntimeError: No thread could be started.
-        BrokenThreadPool: The thread may not run on the cores; the log says why.
-    """
-
-    def __init__(
-        self,
-        arena: torch.Tensor,
-        caches: Iterable[torch.Tensor],
-        cores: Collection[int] | None = None,
-        announce: Callable[[], None] | None = None,
-    ) -> None:
-        self._arena = arena
-        self._caches = list(caches)
-        self._memory = _stretch(self._caches)
-        self._announce = announce
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="reshard-scatter", initializer=compute_alone, initargs=(cores,)
-        )
-        # Start the thread now. If a pool cannot start its thread, it keeps the work, and would make
-        # the copy later, when its blocks belong to another request.
-        self._thread.submit(int).result()
-
-    def submit(self, scatter: Scatter) -> Copy:
-        """Queue a copy to run after those submitted before it."""
-        copy = self._thread.submit(_copy, scatter, self._arena, (self._memory,))
-        if (announce := self._announce) is not None:
-            copy.add_done_callback(lambda _: announce())
-        return _HostCopy(copy)
-
-    def close(self) -> None:
-        """Wait for all copies."""
-        self._thread.shutdown()
-
-
-class DeviceScatterer:
-    """Copies in a device's memory.
+class Scatterer:
+    """Makes copies, one after the other.
 
     Belongs to the connector's thread, which has the arena's device selected.
 
     Args:
         arena: The staging arena; uint8, contiguous.
-        caches: Tensors of the KV cache.
+        caches: Tensors of the KV cache, on the arena's device.
     """
 
     def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
         self._arena = arena
-        self._memories = _allocations(caches)
         self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
+        self._memories = (host_memory if self._stream is None else device_memory)(caches)
 
-    def submit(self, scatter: Scatter) -> Copy:
-        """Queue a copy to run after those submitted before it."""
+    def submit(self, scatter: Scatter) -> torch.cuda.Event | None:
+        """Make a copy on the host, or queue it on the device.
+
+        Returns:
+            An event that is recorded after the copy; None if it has been made.
+
+        Raises:
+            Exception: It could not be made, and writes nothing any more.
+        """
         if self._stream is None:
-            _copy(scatter, self._arena, self._memories)
-            return _DeviceCopy(None)
+            make_copy(scatter, self._arena, self._memories)
+            return None
         # Kernels of earlier steps that used the blocks have ended: the read waited for them.
         try:
             with torch.cuda.stream(self._stream):
-                _copy(scatter, self._arena, self._memories)
+                make_copy(scatter, self._arena, self._memories)
                 event = torch.cuda.Event()
                 event.record(self._stream)
         except Exception:
             # Some of it may still run, and its span will be reused.
             self._stream.synchronize()
             raise
-        return _DeviceCopy(event)
+        return event
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -143,32 +75,7 @@ class DeviceScatterer:
 
 
 @dataclass(frozen=True, slots=True)
-class _HostCopy:
-    future: Future[None]
-
-    def done(self) -> bool:
-        return self.future.done()
-
-    def fault(self) -> str | None:
-        error = self.future.exception()
-        return None if error is None else fault_of(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceCopy:
-    event: torch.cuda.Event | None
-
-    def done(self) -> bool:
-        return self.event is None or bool(self.event.query())
-
-    def fault(self) -> str | None:
-        if self.event is not None:
-            self.event.synchronize()
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
+class MemoryStretch:
     """A stretch of memory.
 
     Attributes:
@@ -180,10 +87,10 @@ class _Memory:
     flat: torch.Tensor
 
 
-def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
+def host_memory(caches: Iterable[torch.Tensor]) -> tuple[MemoryStretch, ...]:
     """Return the host memory from the first cache to the last, including any gaps between them.
 
-    The gaps are never touched.
+    The gaps are never touched. A copy for each allocation would wait for the GIL each time.
     """
     flats = [_flat(each) for each in caches]
     start = min(flat.data_ptr() for flat in flats)
@@ -191,13 +98,13 @@ def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
     stop = max(flat.data_ptr() + flat.nbytes for flat in flats)
     size_bytes = stop - start
     buffer = (ctypes.c_uint8 * size_bytes).from_address(start)
-    return _Memory(start, torch.frombuffer(buffer, dtype=torch.uint8))
+    return (MemoryStretch(start, torch.frombuffer(buffer, dtype=torch.uint8)),)
 
 
-def _allocations(caches: Iterable[torch.Tensor]) -> tuple[_Memory, ...]:
+def device_memory(caches: Iterable[torch.Tensor]) -> tuple[MemoryStretch, ...]:
     """Return every allocation that holds a cache, sorted by address."""
     flats = {flat.data_ptr(): flat for flat in map(_flat, caches)}
-    return tuple(_Memory(address, flats[address]) for address in sorted(flats))
+    return tuple(MemoryStretch(address, flats[address]) for address in sorted(flats))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,7 +113,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
+def make_copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[MemoryStretch]) -> None:
     """Copy all chunks, with one copy per memory."""
     starts = np.array([memory.address for memory in memories])
     memory_indices = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1

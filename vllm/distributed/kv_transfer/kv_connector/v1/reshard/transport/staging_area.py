@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import psutil
@@ -15,7 +15,7 @@ from ..memory.arena import ArenaAllocator
 from ..memory.leg import MAX_DESCRIPTORS, Rows, side_by_side
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from ..protocol.quoting import one_line
-from .scatter import DeviceScatterer, HostScatterer, Scatterer
+from .scatter import Scatterer
 
 logger = init_logger(__name__)
 
@@ -70,8 +70,6 @@ def open_area(
     size_bytes: int | None,
     *,
     policy: StagingPolicy | None = None,
-    cores: Collection[int] | None = None,
-    announce: Callable[[], None] | None = None,
 ) -> StagingArea | None:
     """Allocate the arena.
 
@@ -79,8 +77,6 @@ def open_area(
         caches: The KV cache; the arena is on the same device.
         size_bytes: Size of the arena; None for a sixteenth of the free memory, but at most 256 MiB.
         policy: Decides which reads are staged; None to stage all.
-        cores: Where the thread that copies on the host may run; None for where this one may.
-        announce: Called when a copy on the host has ended; never for a copy on a device.
 
     Returns:
         The area; None where its size is 0, or there is no such memory. All reads go direct then.
@@ -103,26 +99,7 @@ def open_area(
             one_line(error),
         )
         return None
-    return StagingArea(memory, make_scatterer(memory, tensors, cores, announce), policy)
-
-
-def make_scatterer(
-    arena: torch.Tensor,
-    caches: Iterable[torch.Tensor],
-    cores: Collection[int] | None = None,
-    announce: Callable[[], None] | None = None,
-) -> Scatterer:
-    """Return a scatterer from an arena to caches, all of them on one device.
-
-    Args:
-        arena: The arena; uint8, contiguous.
-        caches: Tensors of the KV cache.
-        cores: Where the thread that copies on the host may run; None for where this one may.
-        announce: Called when a copy on the host has ended; never for a copy on a device.
-    """
-    if arena.device.type == "cpu":
-        return HostScatterer(arena, caches, cores, announce)
-    return DeviceScatterer(arena, caches)
+    return StagingArea(memory, Scatterer(memory, tensors), policy)
 
 
 def _free_bytes(device: torch.device) -> int:

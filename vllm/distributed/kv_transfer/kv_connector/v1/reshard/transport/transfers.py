@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
 from ..errors import InDoubtError, TransferError
@@ -33,13 +34,12 @@ from ..memory.leg import Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
-from ..protocol.quoting import quote
+from ..protocol.quoting import one_line, quote
 from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
 from .remote import PreparedLeg
-from .scatter import Copy, fault_of
 from .staging_area import StagingArea
 
 logger = init_logger(__name__)
@@ -114,7 +114,7 @@ class _Running:
     connection: PeerConnection
     transfer: Transfer | None = None
     span: Span | None = None
-    copy: Copy | None = None
+    copied: torch.cuda.Event | None = None
     telemetry: Any = None
     unwanted: bool = False
     staged: bool = False
@@ -378,35 +378,40 @@ class Transfers:
             self._events.append(running.drained())
         else:
             self._moved_at_s = now_s
-            self._scatter(running, running.span)
+            self._scatter(running, running.span, now_s)
         return True
 
-    def _scatter(self, running: _Running, span: Span) -> None:
-        """Begin to copy a window from the arena to its blocks."""
+    def _scatter(self, running: _Running, span: Span, now_s: float) -> None:
+        """Copy a window from the arena to its blocks, or begin to."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
         try:
-            running.copy = area.scatterer.submit(staging.leg.scatter(window, span))
+            running.copied = area.scatterer.submit(staging.leg.scatter(window, span))
         except Exception as error:
-            # No device memory or no thread: this fails the request, not the engine.
+            # Such as no memory on the device: this fails the request, not the engine.
             self._free(running)
-            fault = PartFailed(running.request_id, fault_of(error), local=True)
-            self._events += fault, running.drained()
+            running.telemetry = None
+            fault = f"its bytes could not be put in their places: {one_line(error)}"
+            self._events += PartFailed(running.request_id, fault, local=True), running.drained()
+            return
+        if running.copied is None:
+            self._arrive(running, now_s)
         else:
             self._landed.append(running)
 
     def _is_scattered(self, running: _Running, now_s: float) -> bool:
-        """Check a copy; if it has ended, free its span and drain its part."""
-        assert running.copy is not None
-        if not running.copy.done():
+        """Check a copy; if it has been made, free its span and drain its part."""
+        assert running.copied is not None
+        if not running.copied.query():
             return False
+        self._arrive(running, now_s)
+        return True
+
+    def _arrive(self, running: _Running, now_s: float) -> None:
+        """Free the span of a window that was copied, and drain its part."""
         self._free(running)
         self._moved_at_s = now_s
-        if (fault := running.copy.fault()) is not None:
-            running.telemetry = None
-            self._events.append(PartFailed(running.request_id, fault, local=True))
         self._events.append(running.drained())
-        return True
 
     def _end(
         self,

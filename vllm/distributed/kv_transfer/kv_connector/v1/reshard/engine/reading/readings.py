@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from ...protocol.ids import RequestId
-from ...protocol.ledgers import ConsumerLedger, Read
+from ...protocol.ledgers import ConsumerLedger, RequestRead
 from ...protocol.messages import Receive
 from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState
@@ -49,7 +49,7 @@ SPANS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Reading(Read):
+class Reading(RequestRead):
     """A request that is being read, or waits for that.
 
     Attributes:
