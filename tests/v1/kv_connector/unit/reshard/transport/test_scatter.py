@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -52,3 +54,14 @@ def test_copy_on_the_host_is_made_when_it_is_submitted():
     assert copies.submit(pieces(cache, [8])) is None
     assert cache[8:16].tolist() == list(range(8))
     copies.close()
+
+
+def test_memory_is_kept_for_as_long_as_copies_may_be_made():
+    """No copy writes into memory that has another owner by then."""
+    cache = torch.zeros(64, dtype=torch.uint8)
+    kept = weakref.ref(cache)
+    copies = Scatterer(torch.zeros(64, dtype=torch.uint8), [cache])
+    del cache
+    assert kept() is not None
+    del copies
+    assert kept() is None

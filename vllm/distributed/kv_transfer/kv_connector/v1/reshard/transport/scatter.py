@@ -42,7 +42,9 @@ class Scatterer:
     def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
         self._arena = arena
         self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
-        self._memories = (host_memory if self._stream is None else device_memory)(caches)
+        # Host memory is referred to by address, which does not keep it.
+        self._caches = list(caches)
+        self._memories = (host_memory if self._stream is None else device_memory)(self._caches)
 
     def submit(self, scatter: Scatter) -> torch.cuda.Event | None:
         """Make a copy on the host, or queue it on the device.
