@@ -40,6 +40,21 @@ print(torch.get_num_threads())
 """
 
 
+def cores_of_thread(cores: set[int] | None) -> set[int]:
+    """Where a thread may run that computes alone on these cores."""
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        compute_alone(cores)
+        seen.append(os.sched_getaffinity(0))
+
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+    (where,) = seen
+    return where
+
+
 def test_thread_computes_with_one_core_and_leaves_others_theirs():
     """Also in a worker on CPU, where torch's own setting does nothing."""
     run = subprocess.run(
@@ -50,16 +65,8 @@ def test_thread_computes_with_one_core_and_leaves_others_theirs():
 
 def test_thread_runs_where_it_is_told():
     """And the calling thread keeps its own cores."""
-    own, seen = os.sched_getaffinity(0), []
-
-    def run() -> None:
-        compute_alone({min(own)})
-        seen.append(os.sched_getaffinity(0))
-
-    other = threading.Thread(target=run)
-    other.start()
-    other.join()
-    assert seen == [{min(own)}]
+    own = os.sched_getaffinity(0)
+    assert cores_of_thread({min(own)}) == {min(own)}
     assert os.sched_getaffinity(0) == own
 
 
@@ -79,5 +86,6 @@ def test_threads_that_are_started_within_run_there():
 def test_nothing_changes_where_no_cores_are_named(cores):
     """As on systems that have no such thing."""
     own = os.sched_getaffinity(0)
+    assert cores_of_thread(cores) == own
     with running_on(cores):
         assert os.sched_getaffinity(0) == own
