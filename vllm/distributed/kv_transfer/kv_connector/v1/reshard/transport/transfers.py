@@ -4,6 +4,8 @@
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
 
+On the host a window is scattered in the poll that sees it land.
+
 Each poll posts queued parts and checks posted ones until its budget runs out; the next poll goes on
 from there. Prefetched parts are posted only when nothing else is queued, so that no offered request
 waits for one that is not. Once their request is offered, they are queued like all others.
