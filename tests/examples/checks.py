@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
+from tools.docs.metrics import families
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import (
     read_settings,
     remarks,
@@ -26,3 +27,12 @@ def check_kv_transfer(config: Any, side: str) -> None:
     assert isinstance(config, KVTransferConfig)
     assert (config.kv_connector, config.kv_role) == ("NixlConnector", ROLES[side])
     assert remarks(config, read_settings(config)) == []
+
+
+def exported_samples() -> dict[str, set[str]]:
+    """Return the samples that an engine with our connector shows, each with its reasons."""
+    reasons: dict[str, set[str]] = {}
+    for family in families().values():
+        for sample in family.samples:
+            reasons.setdefault(sample.name, set()).add(sample.labels.get("reason", ""))
+    return reasons

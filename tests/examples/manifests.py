@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,29 @@ def read_kustomization() -> Manifest:
 
 def read_manifests() -> list[Manifest]:
     """Return every object that the kustomization applies."""
+    return deepcopy(_parsed())
+
+
+@cache
+def _parsed() -> list[Manifest]:
     return [
         manifest
         for name in read_kustomization()["resources"]
         for manifest in yaml.safe_load_all((DIRECTORY / name).read_text())
     ]
+
+
+def read_component(name: str) -> list[Manifest]:
+    """Return the objects that an optional part of the kustomization adds, or changes."""
+    component = yaml.safe_load((DIRECTORY / name / "kustomization.yaml").read_text())
+    files = [
+        *component.get("resources", ()),
+        *(each["path"] for each in component.get("patches", ())),
+    ]
+    assert set(files) == {path.name for path in (DIRECTORY / name).iterdir()} - {
+        "kustomization.yaml"
+    }
+    return [yaml.safe_load((DIRECTORY / name / file).read_text()) for file in files]
 
 
 def find(kind: str, name: str) -> Manifest:

@@ -214,29 +214,26 @@ def test_too_few_gpus_are_noticed(
     assert stubs.calls("vllm") == []
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "usage: "),
-        (("--help",), "usage: "),
-        (("m", "tp1pp1", "tp1pp1", "tp1pp1"), "usage: "),
-        (("m", "tp0pp1"), "layout tp0pp1 is not understood"),
-        (("m", "tp1pp1", "2"), "layout 2 is not understood"),
-    ],
-)
 @pytest.mark.parametrize("script", [LOCAL, RAY], ids=["local", "ray"])
 def test_arguments_are_checked_first(
-    serving: Callable[..., tuple[Stubs, dict[str, str]]],
-    tmp_path: Path,
-    script: Path,
-    args: tuple[str, ...],
-    words: str,
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path, script: Path
 ) -> None:
     """What is not understood starts no engine."""
     stubs, env = serving()
-    status, err = run(script, *args, env=env, directory=tmp_path)
-    assert status == 2
-    assert words in err
+    for number, (args, words) in enumerate(
+        [
+            ((), "usage: "),
+            (("--help",), "usage: "),
+            (("m", "tp1pp1", "tp1pp1", "tp1pp1"), "usage: "),
+            (("m", "tp0pp1"), "layout tp0pp1 is not understood"),
+            (("m", "tp1pp1", "2"), "layout 2 is not understood"),
+        ]
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        status, err = run(script, *args, env=env, directory=directory)
+        assert status == 2, args
+        assert words in err
     assert stubs.calls("vllm") == []
 
 

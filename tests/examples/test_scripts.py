@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.examples.checks import EXAMPLES, check_kv_transfer
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Stubs
@@ -47,45 +45,44 @@ def _run(name: str, env: dict[str, str], *args: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=_name)
-def test_bash_can_read_it(script: Path) -> None:
-    """Its syntax is right."""
-    subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)
+def test_bash_can_read_them() -> None:
+    """Their syntax is right."""
+    for script in SCRIPTS:
+        subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=_name)
-def test_shellcheck_finds_nothing(script: Path) -> None:
-    """Nor does what it sources have any finding, not even one of style."""
+def test_shellcheck_finds_nothing() -> None:
+    """Nor does what they source have any finding, not even one of style."""
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    command = [shellcheck, "--external-sources", "--severity=style", script]
+    command = [shellcheck, "--external-sources", "--severity=style", *SCRIPTS]
     found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("script", PROGRAMS, ids=_name)
-def test_it_can_be_run_and_stops_at_the_first_error(script: Path) -> None:
-    """It is executable, and no failed command goes unnoticed."""
-    assert os.access(script, os.X_OK)
-    lines = script.read_text().splitlines()
-    assert lines[0] == "#!/usr/bin/env bash"
-    first_command = next(line for line in lines if line and not line.startswith("#"))
-    assert first_command == "set -euo pipefail"
+def test_they_can_be_run_and_stop_at_the_first_error() -> None:
+    """Each is executable, and no failed command goes unnoticed."""
+    for script in PROGRAMS:
+        assert os.access(script, os.X_OK), script
+        lines = script.read_text().splitlines()
+        assert lines[0] == "#!/usr/bin/env bash", script
+        first_command = next(line for line in lines if line and not line.startswith("#"))
+        assert first_command == "set -euo pipefail", script
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_starts_with_what_vllm_knows(name: str, tmp_path: Path) -> None:
+def test_engines_start_with_what_vllm_knows(tmp_path: Path) -> None:
     """All options are vLLM's, the layout is as documented, and the side channel is this node's."""
     stubs = Stubs(tmp_path / "bin")
-    ran = _run(name, stubs.env(**COMMANDS[name]), "--enforce-eager")
-    assert ran.returncode == 0, ran.stderr
-    (call,) = stubs.calls("vllm")
-    assert call.args[0] == "serve"
-    args = parse_vllm_serve(call.args[1:])
-    assert (args.tensor_parallel_size, args.pipeline_parallel_size) == ENGINES[name]
-    assert args.enforce_eager
-    assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == COMMANDS[name]["HOST_IP"] == args.host
-    assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    check_kv_transfer(args.kv_transfer_config, Path(name).stem)
+    for number, (name, sizes) in enumerate(ENGINES.items()):
+        ran = _run(name, stubs.env(**COMMANDS[name]), "--enforce-eager")
+        assert ran.returncode == 0, ran.stderr
+        call = stubs.calls("vllm")[number]
+        assert call.args[0] == "serve"
+        args = parse_vllm_serve(call.args[1:])
+        assert (args.tensor_parallel_size, args.pipeline_parallel_size) == sizes, name
+        assert args.enforce_eager
+        assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == COMMANDS[name]["HOST_IP"] == args.host
+        assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+        check_kv_transfer(args.kv_transfer_config, Path(name).stem)
 
 
 def test_variables_choose_layout_model_and_ports(tmp_path: Path) -> None:
@@ -138,16 +135,15 @@ def test_the_router_starts_with_what_it_knows(tmp_path: Path) -> None:
     assert args.log_level == "debug"
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [(name, missing) for name in COMMANDS for missing in COMMANDS[name]]
-)
-def test_what_has_to_be_given_is_asked_for(name: str, missing: str, tmp_path: Path) -> None:
+def test_what_has_to_be_given_is_asked_for(tmp_path: Path) -> None:
     """Without a variable that has no default nothing is started, and a line says which."""
     stubs = Stubs(tmp_path / "bin")
-    given = {key: value for key, value in COMMANDS[name].items() if key != missing}
-    ran = _run(name, stubs.env(**given))
-    assert ran.returncode != 0
-    assert f"{missing}: set it to" in ran.stderr
+    for name, variables in COMMANDS.items():
+        for missing in variables:
+            given = {key: value for key, value in variables.items() if key != missing}
+            ran = _run(name, stubs.env(**given))
+            assert ran.returncode != 0, (name, missing)
+            assert f"{missing}: set it to" in ran.stderr
     assert not any(stubs.calls(program) for program in ("vllm", "vllm-router", "ray"))
 
 
