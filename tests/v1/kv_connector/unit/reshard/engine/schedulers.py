@@ -57,6 +57,7 @@ def scheduler(
             pipeline_parallel_size=stages,
             data_parallel_size=replicas,
             decode_context_parallel_size=shares,
+            prefill_context_parallel_size=1,
             world_size=1,
             distributed_executor_backend="mp",
             nnodes_within_dp=1,

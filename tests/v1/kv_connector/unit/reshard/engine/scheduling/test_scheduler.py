@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,31 @@ def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces)
         assert second.announcer is None
     finally:
         owner.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ({"role": "kv_producer"}, "TP 2, PP 3, NIXL backend UCX."),
+        ({"role": "kv_producer", "bidirectional": True}, "TP 2, PP 3, NIXL backend UCX, 4 lanes."),
+        (
+            {"stages": 1, "replicas": 4, "shares": 2},
+            "TP 2, PP 1, DP 4, DCP 2, NIXL backend UCX, 4 lanes.",
+        ),
+    ],
+)
+def test_engine_says_once_where_it_is_asked_and_what_it_is(engine, layout, caplog_vllm):
+    """With the port that it listens on, and the lanes where it reads; UCX alone has transports."""
+    owner = scheduler(**engine)
+    serve(owner)
+    owner.shutdown()
+    said = caplog_vllm.records[-1].getMessage()
+    assert caplog_vllm.text.count("answers handshakes at") == 1
+    what, ucx = said.split(" With ")
+    assert re.sub(r":\d+:", ":PORT:", what) == (
+        f"Engine engine answers handshakes at 127.0.0.2:PORT: {layout}"
+    )
+    assert ":0:" not in what and ucx.startswith("UCX_LOG_LEVEL=info")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_ASK_UCX = " With UCX_LOG_LEVEL=info, UCX logs the transports that it takes when a peer connects."
+"""NIXL 1.5.1 does not tell them. On a prefill engine, too, UCX prints them in each worker's log."""
+
 
 class ReshardScheduler(NixlConnectorScheduler):
     """The part of the connector that vLLM's scheduler calls. Belongs to the scheduler's thread.
@@ -83,6 +86,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         settings = read_settings(vllm_config.kv_transfer_config)
         for remark in remarks(vllm_config.kv_transfer_config, settings):
             logger.warning("%s.", one_line(remark))
+        self._settings = settings
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         self._dispatches_early = settings.early_dispatch
@@ -147,11 +151,32 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._server.start()
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
-        if self._is_ahead and (
-            transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
-        ):
+        both_ways = self.is_bidirectional_kv_xfer_enabled
+        self._log_served(self._server.port, reads=transfer_config.is_kv_consumer or both_ways)
+        if self._is_ahead and (transfer_config.is_kv_producer or both_ways):
             host = host_for_workers(self.vllm_config.parallel_config, self.side_channel_host)
             self._offers.announce_from(host)
+
+    def _log_served(self, port: int, *, reads: bool) -> None:
+        """Log where other engines ask this one what it is, and what they are told."""
+        config, settings = self.vllm_config.parallel_config, self._settings
+        sizes = {
+            "DP": config.data_parallel_size,
+            "DCP": config.decode_context_parallel_size,
+            "PCP": config.prefill_context_parallel_size,
+        }
+        logger.info(
+            "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s%s.%s",
+            quote(self.engine_id),
+            quote(self.side_channel_host),
+            port,
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            "".join(f", {name} {size}" for name, size in sizes.items() if size > 1),
+            one_line(" ".join(settings.backends)),
+            f", {settings.lanes()} lanes" if reads else "",
+            _ASK_UCX if "UCX" in settings.backends else "",
+        )
 
     def set_kv_cache_manager(self, manager: Any) -> None:
         """Set the cache manager, which owns the blocks; never called on 0.22.1."""
