@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/performance.md, from what `make bench` has measured.
+"""What `make bench` has measured: data in docs/results/, and tables of docs/performance.md.
 
     python -m benchmarks.docs_performance build/bench/bench.json [MORE.json ...]
 
-A table stands between `<!-- bench: NAME -->` and `<!-- /bench -->`; nothing else of the page is
-touched. Where two files have the same case, the later one wins. The table of a part that no file
-has stays as it is; of the targets, so do the rows of such a part.
+A part is a file `bench-PART.csv`, with a row for each case and variant that was measured;
+`bench-targets.csv` has the targets of all parts. Of some files the page shows cases, variants and
+figures, between `<!-- bench: PART -->` and `<!-- /bench -->`; nothing else of it is touched. Where
+two measurements have the same case, the later one wins. The file of a part that none has stays as
+it is, and so do its targets.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -19,33 +22,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .asynchronous import network_variants
-from .end_to_end import SINGLE
 from .errors import ReportError
-from .report import PEERS_COLUMNS, count, figures, from_json, held, seconds, share, size, speed
+from .report import count, figures, from_json, held, seconds, share, size, speed
 from .results import Metric, Part, Result
-from .samples import Summary
-from .specs import EARLY, EARLY_SEEDED, MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from .specs import OURS, UPSTREAM, UPSTREAM_AT_REST
 from .targets import goals, judge
 
 PAGE = Path(__file__).parents[1] / "docs/performance.md"
+RESULTS = PAGE.parent / "results"
 
-_END = "<!-- /bench -->"
-_BEGIN = re.compile(r"<!-- bench: (\S+) -->")
-_BLOCK = re.compile(rf"^{_BEGIN.pattern}\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
-_LIKE_A_MARKER = re.compile(r"<!--\s*/?\s*bench\b")
-
+_BLOCK = re.compile(r"^<!-- bench: (\S+) -->\n(.*?)^<!-- /bench -->$", re.MULTILINE | re.DOTALL)
+_LIKE_A_MARKER = re.compile(r"<!--\s*/?\s*bench\b.*")
 _TARGETS = "targets"
-_TARGET_COLUMNS = ("<part", "<what", "<wanted", "<met", "<worst", "<where")
 
-_CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
-_SHORT = (OURS.name, UPSTREAM.name, "at rest")
-_NETWORK_VARIANTS = tuple(variant.name for variant in network_variants([UPSTREAM_AT_REST]))
-_STACKS = (
-    *(SINGLE, UPSTREAM.name, UPSTREAM_AT_REST.name),
-    *(OURS.name, EARLY.name, EARLY_SEEDED.name),
-)
-_ABSENT = "not measured"
+Row = dict[str, str]
 
 
 class MarkerError(Exception):
@@ -53,20 +43,35 @@ class MarkerError(Exception):
 
 
 @dataclass(frozen=True)
-class _Table:
-    """A table of a part.
+class _View:
+    """What the page shows of a file: a row for each case.
 
     Attributes:
-        columns: Their names, by which side they are aligned to: `<` for left, `>` for right.
-        rows: Makes the cells of all rows.
+        figures: Names of columns of the file.
+        variants: Each has a column for all of its figures; of a single one, each figure has.
+        alike: What all cases that are shown have in their names, and the page leaves out.
     """
 
-    columns: Sequence[str]
-    rows: Callable[[Sequence[Result]], list[list[str]]]
+    figures: Sequence[str]
+    variants: Sequence[str] = (OURS.name,)
+    alike: str = ""
 
-    def lines(self, results: Sequence[Result]) -> list[str]:
-        """The table of results."""
-        return [*_head(self.columns), *map(_line, self.rows(results))]
+    def lines(self, rows: Iterable[Row]) -> list[str]:
+        """The table."""
+        cases: dict[str, dict[str, Row]] = {}
+        for row in rows:
+            if self.alike in row["case"]:
+                cases.setdefault(row["case"].replace(self.alike, ""), {})[row["variant"]] = row
+        head = ["case", *self.figures]
+        cells = [(self.variants[0], [name]) for name in self.figures]
+        if len(self.variants) > 1:
+            head = [f"case ({', '.join(self.figures)})", *self.variants]
+            cells = [(variant, list(self.figures)) for variant in self.variants]
+        body = (
+            [case, *(_cell(measured.get(variant, {}), names) for variant, names in cells)]
+            for case, measured in cases.items()
+        )
+        return [*map(_line, (head, ["---", *("---:" for _ in cells)], *body))]
 
 
 def read(path: Path) -> list[Result]:
@@ -105,301 +110,185 @@ def merge(files: Iterable[Sequence[Result]]) -> list[Result]:
     return list(merged.values())
 
 
-def check_markers(page: str) -> None:
-    """See that every table has a name that is known, and its end.
+def store(results: Sequence[Result], folder: Path = RESULTS) -> None:
+    """Write the files of the parts that were measured, and their targets."""
+    targets = _read(folder / f"bench-{_TARGETS}.csv")
+    for part in Part:
+        if measured := [each for each in results if each.part is part]:
+            _write(folder / f"bench-{part.value}.csv", _rows(part, measured))
+            targets = [row for row in targets if row["part"] != part.value]
+            targets += _target_rows(measured)
+    order = [part.value for part in Part]
+    targets.sort(key=lambda row: order.index(row["part"]))
+    _write(folder / f"bench-{_TARGETS}.csv", targets)
+
+
+def rewrite(page: str, folder: Path = RESULTS) -> str:
+    """The same page with the tables of what is stored.
 
     Raises:
-        MarkerError: One has not.
+        MarkerError: It is not clear where they begin or end, or what they show.
     """
-    opened = None
-    for line in filter(_LIKE_A_MARKER.search, page.splitlines()):
-        begin = _BEGIN.fullmatch(line)
-        if begin is None and line != _END:
-            raise MarkerError(f"{line} is neither <!-- bench: NAME --> nor {_END}")
-        if (begin is None) != (opened is not None):
-            raise MarkerError(
-                f"{line} comes {f'before the end of {opened}' if opened else 'alone'}"
-            )
-        if begin is not None and begin[1] not in _NAMES:
-            raise MarkerError(f"{line} is unknown: names are {', '.join(_NAMES)}")
-        opened = line if begin is not None else None
-    if opened is not None:
-        raise MarkerError(f"{opened} has no {_END}")
-
-
-def rewrite(page: str, results: Sequence[Result]) -> str:
-    """The same page with the tables of what was measured.
-
-    Raises:
-        MarkerError: It is not clear where they begin or end.
-    """
-    check_markers(page)
-    measured = {part: [each for each in results if each.part is part] for part in Part}
 
     def table(block: re.Match[str]) -> str:
         name, before = block.groups()
-        if name == _TARGETS:
-            lines = _target_lines(before, measured)
-        elif found := measured[Part(name)]:
-            lines = _TABLES[Part(name)].lines(found)
-        else:
-            return block[0]
-        return "\n".join([f"<!-- bench: {name} -->", "", *lines, "", _END])
+        if name not in _SHOWN or _LIKE_A_MARKER.search(before):
+            names = ", ".join(_SHOWN)
+            raise MarkerError(f"{name} is not one table: there are {names}, each with its end")
+        lines = _SHOWN[name].lines(_read(folder / f"bench-{name}.csv"))
+        return "\n".join([f"<!-- bench: {name} -->", "", *lines, "", "<!-- /bench -->"])
 
+    if stray := _LIKE_A_MARKER.search(_BLOCK.sub("", page)):
+        raise MarkerError(f"{stray[0]} is neither the beginning nor the end of a table")
     return _BLOCK.sub(table, page)
 
 
-def _head(columns: Iterable[str]) -> list[str]:
-    rules = ["---:" if column[0] == ">" else "---" for column in columns]
-    return [_line(column[1:] for column in columns), _line(rules)]
+def _read(path: Path) -> list[Row]:
+    """The rows of a file; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0] if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _line(cells: Iterable[str]) -> str:
-    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+    return f"| {' | '.join(cells)} |"
 
 
-def _median(summary: Summary | None, show: Callable[[float], str], absent: str = _ABSENT) -> str:
-    return absent if summary is None else show(summary.median)
+def _cell(row: Row, names: Iterable[str]) -> str:
+    """All figures that there are in one cell."""
+    return ", ".join(filter(None, (row.get(name) for name in names))) or "-"
 
 
-def _absent(result: Result, variant: str) -> str:
-    """What is said of a variant without figures."""
-    refused = "does not support" in result.missing.get(variant, "")
-    return "not supported" if refused else _ABSENT
+def _rows(part: Part, results: Sequence[Result]) -> list[Row]:
+    """A row for each case and variant."""
+    return [
+        {"case": result.case, "variant": variant, **_figures(part, result, variant)}
+        for result in results
+        for variant in result.samples
+    ]
 
 
-def _medians(result: Result, variant: str, shown: Mapping[Metric, Callable[[float], str]]) -> str:
-    """All in one cell."""
-    if variant not in result.samples:
-        return _absent(result, variant)
-    return ", ".join(
-        _median(result.summary(variant, metric), show) for metric, show in shown.items()
-    )
+def _figures(part: Part, result: Result, variant: str) -> Row:
+    """Medians; of shares and ratios, with the least and the greatest."""
+    if part is Part.TRANSFER:
+        median = speed(result, variant)
+        cells = {_SPEED: "" if median is None else f"{median.median:.2f}"}
+        for name, other in ((_OF_UPSTREAM, UPSTREAM), (_OF_REST, UPSTREAM_AT_REST)):
+            faster = result.ratio(other.name, variant, Metric.SECONDS)
+            is_ours = variant == OURS.name and faster is not None
+            cells[name] = figures(faster, _digits) if is_ours else ""
+        return cells
+    cells = {}
+    for name, (metric, show) in _COLUMNS[part].items():
+        if (summary := result.summary(variant, metric)) is None:
+            cells[name] = ""
+        else:
+            cells[name] = figures(summary, show) if show is share else show(summary.median)
+    return cells
 
 
 def _milliseconds(value: float) -> str:
     return f"{value * 1e3:.2f} ms"
 
 
-def _decimals(value: float) -> str:
-    return f"{value:.2f}"
-
-
 def _digits(value: float) -> str:
     """A number with as many digits as say something."""
-    return _decimals(value) if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _handshake_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Pipeline stages come last: there is nothing to compare with."""
-
-    def place(result: Result) -> tuple[bool, str, float, float]:
-        layouts = result.case.partition(",")[0]
-        return "PP" in layouts, layouts, result.sizes["layers"], result.sizes["blocks"]
-
-    shown = {Metric.SECONDS: seconds, Metric.PEAK_BYTES: size}
-    return [
-        [result.case, *(_medians(result, variant, shown) for variant in _CONNECTORS)]
-        for result in sorted(results, key=place)
-    ]
-
-
-def _transfer_rows(results: Sequence[Result]) -> list[list[str]]:
-    rows = []
-    for result in results:
-        cells = [result.case]
-        for variant in (*_CONNECTORS, RAW.name, MEMCPY.name):
-            cells.append(_median(speed(result, variant), _decimals, _absent(result, variant)))
-        for other in (UPSTREAM, UPSTREAM_AT_REST):
-            faster = result.ratio(other.name, OURS.name, Metric.SECONDS)
-            cells.append(figures(faster, _digits))
-        rows.append(cells)
-    return rows
-
-
-def _request_path_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = dict.fromkeys(
-        (Metric.REQUEST_CPU_S, Metric.OWN_CPU_S, Metric.WORKER_CPU_S), _milliseconds
-    )
-    return [
-        [
-            f"{result.sizes['requests']:.0f}",
-            *(_medians(result, variant, shown) for variant in _CONNECTORS),
-        ]
-        for result in sorted(results, key=lambda result: result.sizes["requests"])
-    ]
-
-
-def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = {
-        Metric.TTFT_S: seconds,
-        Metric.ITL_S: seconds,
-        Metric.ITL_P99_S: seconds,
-        Metric.TOKENS_PER_S: _digits,
-    }
-    return [
-        [
-            _link(result) or "shared memory",
-            f"{result.sizes['rate']:g}",
-            variant,
-            *(
-                _median(result.summary(variant, metric), show, _absent(result, variant))
-                for metric, show in shown.items()
-            ),
-        ]
-        for result in sorted(results, key=lambda each: (_link(each), each.sizes["rate"]))
-        for variant in _STACKS
-        if not _link(result) or variant in (*result.samples, *result.missing)
-    ]
-
-
-def _link(result: Result) -> str:
-    """What lay between two engines; empty for the memory of one machine."""
-    return result.case.partition(" requests/s, ")[2]
-
-
-def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
-    return [
-        [result.case, *_each(result, _CONNECTORS, Metric.IDLE_CPU, share)] for result in results
-    ]
-
-
-def _peers_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = {
-        Metric.RESIDENT_BYTES: size,
-        Metric.DESCRIPTORS: count,
-        Metric.PEAK_DESCRIPTORS: count,
-        Metric.THREADS: count,
-        Metric.SECONDS: seconds,
-        Metric.NIXL_S: seconds,
-    }
-    return [
-        [
-            f"{result.sizes['peers']:.0f}",
-            variant,
-            *(
-                _median(result.summary(variant, metric), show, _absent(result, variant))
-                for metric, show in shown.items()
-            ),
-        ]
-        for result in sorted(results, key=lambda result: result.sizes["peers"])
-        for variant in (*result.samples, *result.missing)
-    ]
-
-
-def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = dict.fromkeys((Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S), seconds)
-    return [
-        [result.case, *(_medians(result, variant, shown) for variant in _CONNECTORS)]
-        for result in results
-    ]
-
-
-def _network_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = {Metric.SECONDS: seconds, Metric.STEPS_AFTER_ARRIVAL: count}
-    return [
-        [result.case, *(_medians(result, variant, shown) for variant in _NETWORK_VARIANTS)]
-        for result in results
-    ]
-
-
-def _each(
-    result: Result, variants: Sequence[str], metric: Metric, show: Callable[[float], str]
-) -> list[str]:
-    """A cell for each variant, with its range."""
-    return [
-        figures(summary, show)
-        if (summary := result.summary(variant, metric))
-        else _absent(result, variant)
-        for variant in variants
-    ]
-
-
-def _target_lines(before: str, measured: Mapping[Part, Sequence[Result]]) -> list[str]:
-    """The targets of all parts; of a part that was not measured, the rows that there were."""
-    kept: dict[Part, list[str]] = {part: [] for part in Part}
-    for line in before.strip().splitlines()[2:]:
-        name = line.split("|")[1].strip() if line.count("|") > 1 else line
-        try:
-            kept[Part(name)].append(line)
-        except ValueError as error:
-            raise MarkerError(f"the targets have a row of no known part: {line}") from error
-    lines = _head(_TARGET_COLUMNS)
-    for part, results in measured.items():
-        lines += map(_line, _target_rows(results)) if results else kept[part]
-    return lines
-
-
-def _target_rows(results: Sequence[Result]) -> list[list[str]]:
-    """A row for each target, with the case that is farthest from it."""
+def _target_rows(results: Sequence[Result]) -> list[Row]:
+    """A row for each target that was measured, with the case that is farthest from it."""
     rows = []
     for goal in goals(judge(results)):
-        worst, judged = goal.worst, len(goal.judged)
-        show = partial(held, worst)
-        rows.append(
-            [
-                worst.part.value,
-                worst.target,
-                f"at {'most' if worst.at_most else 'least'} {show(worst.wanted)}",
-                f"{goal.num_met} of {judged}" if judged else "-",
-                figures(worst.measured, show) if worst.measured else _ABSENT,
-                worst.case,
-            ]
-        )
+        worst, show = goal.worst, partial(held, goal.worst)
+        if worst.measured is not None:
+            wanted = f"at {'most' if worst.at_most else 'least'} {show(worst.wanted)}"
+            rows.append(
+                {
+                    "part": worst.part.value,
+                    "what": worst.target,
+                    "wanted": wanted,
+                    "met": f"{goal.num_met} of {len(goal.judged)}",
+                    "worst": figures(worst.measured, show),
+                    "where": worst.case,
+                }
+            )
     return rows
 
 
-_TABLES = {
-    Part.HANDSHAKE: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _handshake_rows),
-    Part.TRANSFER: _Table(
-        (
-            "<case",
-            *(f">{variant}" for variant in (*_SHORT, RAW.name, MEMCPY.name)),
-            *("<ours / upstream", "<ours / at rest"),
-        ),
-        _transfer_rows,
+_SPEED, _OF_UPSTREAM, _OF_REST = "GB/s", "of upstream's", "of upstream's at rest"
+_COLUMNS: Mapping[Part, Mapping[str, tuple[Metric, Callable[[float], str]]]] = {
+    Part.HANDSHAKE: {"time": (Metric.SECONDS, seconds), "peak memory": (Metric.PEAK_BYTES, size)},
+    Part.REQUEST_PATH: {
+        "engine's thread": (Metric.REQUEST_CPU_S, _milliseconds),
+        "outside of NIXL": (Metric.OWN_CPU_S, _milliseconds),
+        "whole worker": (Metric.WORKER_CPU_S, _milliseconds),
+    },
+    Part.IDLE: {"of a core": (Metric.IDLE_CPU, share)},
+    Part.PEERS: {
+        "memory": (Metric.RESIDENT_BYTES, size),
+        "descriptors": (Metric.DESCRIPTORS, count),
+        "after the last read": (Metric.PEAK_DESCRIPTORS, count),
+        "threads": (Metric.THREADS, count),
+        "one more": (Metric.SECONDS, seconds),
+        "of that in NIXL": (Metric.NIXL_S, seconds),
+    },
+    Part.PAUSES: {
+        "longest": (Metric.LONGEST_PAUSE_S, seconds),
+        "99th percentile": (Metric.PAUSE_P99_S, seconds),
+    },
+    Part.NETWORK: {
+        "time": (Metric.SECONDS, seconds),
+        "steps after the last byte": (Metric.STEPS_AFTER_ARRIVAL, count),
+    },
+    Part.END_TO_END: {
+        "TTFT": (Metric.TTFT_S, seconds),
+        "ITL": (Metric.ITL_S, seconds),
+        "ITL p99": (Metric.ITL_P99_S, seconds),
+        "tokens/s": (Metric.TOKENS_PER_S, _digits),
+    },
+}
+_BOTH = (OURS.name, UPSTREAM.name)
+_SHOWN = {
+    Part.HANDSHAKE.value: _View(("time", "peak memory"), _BOTH),
+    Part.TRANSFER.value: _View(
+        (_SPEED, _OF_REST), (*_BOTH, UPSTREAM_AT_REST.name), ", 8k tokens, contiguous"
     ),
-    Part.REQUEST_PATH: _Table(
-        (">in flight", *(f"<{variant}" for variant in _SHORT)), _request_path_rows
+    Part.PEERS.value: _View(
+        ("memory", "descriptors", "after the last read", "one more", "of that in NIXL"),
+        alike="TP1->TP1, ",
     ),
-    Part.IDLE: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _idle_rows),
-    Part.PEERS: _Table(
-        ("<engines", "<variant", *(f">{what}" for what in PEERS_COLUMNS)), _peers_rows
-    ),
-    Part.PAUSES: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _pause_rows),
-    Part.NETWORK: _Table(
-        ("<case", *(f"<{variant}" for variant in _NETWORK_VARIANTS)), _network_rows
-    ),
-    Part.END_TO_END: _Table(
-        (
-            "<between",
-            ">requests/s",
-            "<stack",
-            ">TTFT",
-            ">ITL",
-            ">ITL, 99th percentile",
-            ">tokens/s",
-        ),
-        _end_to_end_rows,
+    Part.END_TO_END.value: _View(
+        ("TTFT", "ITL p99"), (OURS.name, UPSTREAM_AT_REST.name), "512+32 tokens, "
     ),
 }
-_NAMES = (_TARGETS, *(part.value for part in _TABLES))
 
 
-def main(argv: Sequence[str] | None = None, page: Path = PAGE) -> int:
-    """Write the tables anew; the exit status is 2 where that cannot be done."""
+def main(argv: Sequence[str] | None = None, page: Path = PAGE, folder: Path = RESULTS) -> int:
+    """Write files and tables anew; the exit status is 2 where that cannot be done."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.docs_performance",
-        description="Write the tables of docs/performance.md from what `make bench` measured.",
+        description="Write docs/results/bench-*.csv, and the tables of docs/performance.md, from "
+        "what `make bench` measured.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="BENCH_JSON", help="later ones win")
     try:
         results = merge(map(read, parser.parse_args(argv).files))
-        written = rewrite(page.read_text(encoding="utf-8"), results)
+        before = page.read_text(encoding="utf-8")
+        rewrite(before, folder)
+        store(results, folder)
+        page.write_text(rewrite(before, folder), encoding="utf-8")
     except (ReportError, MarkerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    page.write_text(written, encoding="utf-8")
     return 0
 
 

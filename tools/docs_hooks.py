@@ -3,8 +3,10 @@
 
 Pages link to tests, to modules and to the README by relative path, as somebody needs who reads them
 in the repository. The site has no repository beside it, so a copy of each target becomes part of
-it: Markdown as a page, other files as text, directories as lists of what is in them. MkDocs then
-checks these links like all others, and a target that does not exist is a broken link.
+it: Markdown as a page, other files as text, directories as lists of what is in them. A copied
+page's links into `docs/` lead to the site's own pages, so that each is there once, and is found
+once. MkDocs searches pages only, neither text nor lists. It checks all these links like others,
+and a target that does not exist is a broken link.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from posixpath import normpath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-_TARGET = re.compile(r"\]\(([^)\s#]+)|^\[[^]]+\]:\s+([^\s#]+)", re.MULTILINE)
+_TARGET = re.compile(r"(\]\(|^\[[^]]+\]:\s+)([^)\s#]+)", re.MULTILINE)
 _COPIES = "repository"
 """Where the copies are within the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the targets of links that leave `docs/`, and the targets of links on those."""
-    docs = Path(config.docs_dir)
+    docs = Path(config.docs_dir).resolve()
     root = Path(config.config_file_path).parent.resolve()
     nav = {source for source in _strings(config.nav) if source.startswith("../")}
     pending = [*sorted(nav), *_targets(files)]
@@ -31,6 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         source = pending.pop()
         path = (docs / source).resolve()
         if files.get_file_from_path(source) or not path.exists() or root not in path.parents:
+            continue
+        if docs in path.parents and path.is_file():
             continue
         added = _copy(source, path, path.relative_to(root), config)
         files.append(added)
@@ -45,8 +49,7 @@ def _targets(files: Files | list[File]) -> list[str]:
     for file in files:
         if not file.is_documentation_page():
             continue
-        for groups in _TARGET.findall(file.content_string):
-            target = "".join(groups)
+        for _, target in _TARGET.findall(file.content_string):
             if "://" in target or target.startswith("/"):
                 continue
             source = normpath(PurePosixPath(file.src_uri).parent / target)
@@ -60,8 +63,10 @@ def _copy(source: str, path: Path, name: Path, config: MkDocsConfig) -> File:
     # What the navigation does not name is reached by the links that asked for it.
     listed = InclusionLevel.NOT_IN_NAV
     if path.suffix == ".md":
-        # From outside of docs/, no relative path of MkDocs's leads into it.
-        content = path.read_text(encoding="utf-8").replace("](docs/", "](/")
+        content = _TARGET.sub(
+            lambda found: found[1] + _from_copy(found[2], path, Path(config.docs_dir).resolve()),
+            path.read_text(encoding="utf-8"),
+        )
         file = File.generated(config, source, content=content, inclusion=listed)
         file.dest_uri = f"{_COPIES}/{name.with_suffix('').as_posix()}/index.html"
         return file
@@ -74,6 +79,17 @@ def _copy(source: str, path: Path, name: Path, config: MkDocsConfig) -> File:
         file = File.generated(config, source, abs_src_path=str(path), inclusion=listed)
     file.dest_uri = f"{_COPIES}/{name.as_posix()}.txt"
     return file
+
+
+def _from_copy(target: str, page: Path, docs: Path) -> str:
+    """What a link on a copied page has to say: into `docs/`, the path from there.
+
+    From outside of `docs/`, no relative path of MkDocs's leads into it.
+    """
+    path = (page.parent / target).resolve()
+    if docs in path.parents and path.is_file():
+        return f"/{path.relative_to(docs).as_posix()}"
+    return target
 
 
 def _strings(nav: object) -> list[str]:

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.snippets import code_in
+from tests.lanes import PARTS
 from tests.v1.kv_connector.unit.reshard.simulation.running import NUM_SCHEDULES_OF_MAKE_TEST
 from tools.pdstack.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = {
+    *re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE),
+    *(f"nightly-{name}" for name, part in PARTS.items() if not part.target),
+}
 
 
 def shown(page: str) -> set[str]:
@@ -38,19 +44,36 @@ def rows(page: str, heading: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
-def test_targets_exist(path):
+def test_targets_exist():
     """No page tells to run a target that the Makefile lacks."""
-    assert shown(path.read_text(encoding="utf-8")) <= TARGETS
+    pages = [each for name in (".", "docs", "examples", "tests", "tools") for each in all_of(name)]
+    assert len(pages) > 50
+    unknown = {page: shown(page.read_text(encoding="utf-8")) - TARGETS for page in pages}
+    assert {page: targets for page, targets in unknown.items() if targets} == {}
+
+
+def all_of(folder: str) -> list[Path]:
+    """The pages of a folder; of the root's, those that stand in it."""
+    return sorted((ROOT / folder).glob("*.md" if folder == "." else "**/*.md"))
+
+
+def test_pages_are_short():
+    """What is measured lies in docs/results/, and what happens inside beside the code."""
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in all_of("docs"))
+    assert words <= 40_000
+
+
+def test_the_two_commands_stand_on_the_first_screen():
+    """Each sets up what it needs: one shows the product at work, one decides a change."""
+    (first, *_) = (each for each in code_in(README) if "make" in each)
+    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
 
 
 def test_targets_for_contributors_are_told():
     """All but those that explain themselves."""
-    assert TARGETS - shown(CONTRIBUTING) <= {"clean", "format"}
+    told = shown(CONTRIBUTING) | set(re.findall(r"`make ([a-z-]+)", CONTRIBUTING))
+    unsaid = TARGETS - told - {"clean", "format"}
+    assert [target for target in unsaid if not target.startswith("nightly-")] == []
 
 
 def test_paths_exist():
@@ -70,8 +93,7 @@ def test_sweep_is_counted():
 def test_schedules_are_counted(page):
     """The numbers that pages tell are those of the Makefile and of the tests."""
     text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("#", "").split())
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (simulate,) = re.findall(r"^SCHEDULES \?= (\d+)$", makefile, re.MULTILINE)
+    (simulate,) = re.findall(r"^SCHEDULES \?= (\d+)$", MAKEFILE, re.MULTILINE)
     assert set(re.findall(r"([\d,]+) schedules", text)) == {f"{int(simulate):,}"}
     told = set(re.findall(r"`make test` runs ([\d,]+\d)", text))
     assert told == {f"{NUM_SCHEDULES_OF_MAKE_TEST:,}"}
@@ -79,13 +101,12 @@ def test_schedules_are_counted(page):
 
 def test_pairs_that_were_run_are_counted():
     """The number is that of the rows that the link leads to."""
-    page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
-    run = rows(page, "family")
+    with (ROOT / "docs/results/pairs.csv").open(newline="", encoding="utf-8") as file:
+        run = [row for row in csv.DictReader(file) if row["vllm"] == "0.32.0"]
     assert f"[{len(run)} pairs of engines](docs/layouts.md#pairs-that-were-run)" in README
-    _, _, section = page.partition("\n### Caches as on GPUs\n")
-    as_on_gpus = rows(section, "family")
+    as_on_gpus = [row for row in run if row["situation"] == "caches as on GPUs"]
     assert f"In {len(as_on_gpus)} of them caches are filled" in README
-    shared = [row for row in as_on_gpus if "DCP" in row[0]]
+    shared = [row for row in as_on_gpus if "DCP" in row["family"]]
     assert f"{len(shared)} with decode context parallelism" in " ".join(README.split())
 
 

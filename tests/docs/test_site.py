@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ def built(tmp_path):
     # With names of Python functions in it, which neither of yaml's safe halves knows.
     settings = yaml.unsafe_load((ROOT / "mkdocs.yml").read_text())
     settings["hooks"] = [str(ROOT / hook) for hook in settings["hooks"]]
-    settings["nav"] = ["index.md", "../CHANGES.md"]
+    settings["nav"] = ["index.md", "other.md", "../CHANGES.md"]
     root = tmp_path / "fork"
     for name, text in {
         "docs/index.md": "",
+        "docs/other.md": "# Other\n\n## Part\n",
         "mkdocs.yml": yaml.dump(settings),
         "CHANGES.md": "# Changes\n\n[back](docs/index.md) and [more](notes/more.md)\n",
-        "notes/more.md": "# More\n",
+        "notes/more.md": "# More\n\n[a](../docs/other.md#part) and [b]\n\n[b]: ../docs/other.md\n",
         "../outside.md": "# Outside\n",
         "source/module.py": "VALUE = 1\n",
     }.items():
@@ -52,6 +54,31 @@ def test_targets_outside_of_docs_become_part_of_the_site(built):
     assert "More" in (site / "repository/notes/more/index.html").read_text()
     assert (site / "repository/source/module.py.txt").read_text() == "VALUE = 1\n"
     assert (site / "repository/source.txt").read_text() == "source/\n\nmodule.py\n"
+
+
+def test_each_page_is_there_once(built):
+    """What a copied page links to in docs/ is the site's own page, and only pages are searched."""
+    site = built("[a](../CHANGES.md), [b](../source/module.py) and [c](../source)")
+    more = (site / "repository/notes/more/index.html").read_text()
+    assert 'href="../../../other/#part"' in more and 'href="../../../other/"' in more
+    assert 'href="../../"' in (site / "repository/CHANGES/index.html").read_text()
+    index = json.loads((site / "search/search_index.json").read_text())
+    found = {each["location"].partition("#")[0] for each in index["docs"]}
+    assert found == {"", "other/", "repository/CHANGES/", "repository/notes/more/"}
+
+
+def test_pages_that_lead_out_of_docs_and_back_fail_the_build(built):
+    """A link to a page beside it goes there straight, so that nothing in docs/ is copied."""
+    with pytest.raises(Abort):
+        built("[a](../docs/other.md)")
+
+
+def test_no_page_of_docs_is_copied(tmp_path):
+    """The real pages, and those that they lead to, are each there once."""
+    settings = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
+    build(settings)
+    assert (tmp_path / "repository/README/index.html").exists()
+    assert not (tmp_path / "repository/docs").exists()
 
 
 def test_broken_links_fail_the_build(built, caplog):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of faults in the documentation, which tests hold against what engines do."""
+"""The tables of faults in README.md, which tests hold against what engines do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/faults.md"
+PAGE = Path(__file__).with_name("README.md")
 ANYTHING = "…"
 """In the line of a log: something that differs from case to case."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, as the documentation tells it.
+    """A fault, as the table tells it.
 
     Attributes:
         client: what the client sees.
@@ -29,11 +29,11 @@ class Row:
     tests: list[str]
 
     def tells(self, client: str, line: str, blocks: str) -> bool:
-        """Whether the documentation has what a test saw: of the client, in the log, of blocks."""
+        """Whether the table has what a test saw: of the client, in the log, of blocks."""
         return (client, blocks) == (self.client, self.blocks) and self.matches(line)
 
     def matches(self, line: str) -> bool:
-        """Whether an engine says what the documentation says."""
+        """Whether an engine says what the table says."""
         parts = map(re.escape, self.log.split(ANYTHING))
         return re.fullmatch("[^\n]+".join(parts), line) is not None
 

@@ -63,6 +63,7 @@ backlog."""
 _TICK_S = 0.2
 """Interval at which notifications are taken although nothing is held for their senders."""
 
+#: interval end: an engine that ends leaves its connector's thread to itself.
 _CLOSE_LIMIT_S = 10.0
 
 

@@ -44,50 +44,61 @@ class Settings(
 ):
     """The options of `kv_connector_extra_config`.
 
+    The page of layouts shows this text, with `None` as `null` (`python -m tools.docs`).
+
     Attributes:
-        lease_s: How long blocks are held for a reader that does not renew its lease, in seconds.
-            `kv_lease_duration`.
-        num_threads: Threads of NIXL's UCX backend.
-        backends: NIXL backends, in order of preference.
-        num_lanes: Number of NIXL agents to read with, shared by all peers; None to choose by the
-            backends.
-        nixl_progress_delay_us: How long NIXL's progress thread rests when no data arrives, in
-            microseconds; None to choose by backends and device.
-        enforce_handshake_compat: Whether engines with different values of the compatibility factors
-            are refused.
-        bidirectional_kv_xfer: Whether a prefill engine reads the last turn's blocks from a decode
-            engine, and a decode engine offers them.
-        kv_recompute_threshold: Fewer tokens than this are recomputed instead of read back.
-        decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
-        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor;
-            0.22.1 asks for this, later releases do not.
-        engine_ttl_s: Seconds without a request after which another engine is forgotten; 0 or less
-            for never. `engine_ttl`.
-        kv_read_timeout_s: How long a request may take to be read, in seconds from when its worker
-            receives it; then it fails, under `kv_load_failure_policy`.
-        kv_hung_peer_timeout_s: How long after that memory is kept for reads that have neither
-            completed nor failed, in seconds. Then their connection is cut, which may end the
-            prefill engine's worker if it is still alive.
-        transfer_strategy: Whether blocks are read directly, through a staging arena, or each read
-            as the next three options decide.
-        staging_max_descriptor_bytes: As in `StagingPolicy`, like the next two.
-        staging_min_merge_factor: Number of direct descriptors that staging must merge into one.
-        staging_min_descriptors: Number of direct descriptors of the smallest read that is staged.
-        staging_arena_bytes: Size of that arena on each worker; None to choose by its memory, 0 for
-            no arena.
+        lease_s: Seconds that blocks are held for a reader that does not renew its lease. A reader
+            renews every sixth of its own value, and every 5 s at least.
+        kv_read_timeout_s: Seconds that a request may take until it is read; then it fails, under
+            `kv_load_failure_policy`. One sent to both engines at once has them from when it is
+            offered and has blocks.
+        kv_hung_peer_timeout_s: Seconds for which memory is kept for reads that have neither ended
+            nor failed after that. Then their connection is cut, which may end the prefill engine's
+            worker if it is still alive.
         side_channel_key_file: File with the key shared by all engines, on each machine; None to
             answer any host that reaches the side channel.
-        trusted_peers: Networks that other engines may be in; None for any.
-        early_dispatch: Whether routers may send a request to both engines at once: a prefill engine
-            publishes its progress, and a decode engine waits for it.
-        seed_first_token: Whether a prefill engine passes on the token that it has sampled, and a
-            decode engine begins the answer with it, if it would compute the same token.
-        verify_plans: Whether each plan is checked by an independent method, which takes longer than
-            planning.
+        trusted_peers: Networks that other engines may be in, such as `["10.0.0.0/8"]`; None for
+            any.
+        engine_ttl_s: Seconds without a request after which another engine is forgotten; 0 or less
+            for never.
+        enforce_handshake_compat: Whether engines that differ in what must be equal are refused.
         missing_draft_layers: What to do with a draft's layers that the engine read from lacks:
-            refuse the engine, or let the draft start cold and compute what it needs from then on.
+            `refuse` the engine, or let the draft start cold and `compute` them.
+        early_dispatch: On both engines: whether routers may send a request to both at once. The
+            prefill engine shows how far it is, and the decode engine waits for it.
+        seed_first_token: On both engines: whether an answer begins with the token that the prefill
+            engine has sampled, if the decode engine would compute the same.
+        bidirectional_kv_xfer: On both engines: whether a prefill engine reads the last turn's
+            blocks from the decode engine that has them.
+        kv_recompute_threshold: With `bidirectional_kv_xfer`: fewer tokens than this are computed
+            instead of read back.
+        decoder_kv_blocks_ttl: With `bidirectional_kv_xfer`: seconds that a decode engine offers the
+            blocks of a turn.
+        transfer_strategy: `direct` reads into blocks; `staged` reads by way of an arena; `auto`
+            chooses for each read by the next three options.
+        staging_max_descriptor_bytes: With `auto`: largest average size of a read's direct
+            descriptors, once merged, for which it is staged.
+        staging_min_merge_factor: With `auto`: least number of direct descriptors that staging must
+            merge into one.
+        staging_min_descriptors: With `auto`: least number of direct descriptors of a read that is
+            staged.
+        staging_arena_bytes: Size of the arena on each worker that reads; None for a sixteenth of
+            the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
+        backends: NIXL backends, in order of preference.
+        num_threads: Threads of NIXL's UCX backend.
+        num_lanes: NIXL agents to read with, 1 to 64, shared by all peers; None for 4 with UCX, and
+            1 with backends whose agents need a progress thread.
+        nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
+            None with UCX for 10,000 on CPU and elsewhere 0, which takes a core, and with other
+            backends for 100.
+        verify_plans: Whether each plan is checked by an independent method, which takes many times
+            as long as planning; to look for a defect of the connector.
+        enable_cross_layers_blocks: Makes nothing faster. On 0.22.1 the caches of all layers lie in
+            one tensor; later it does nothing.
     """
 
+    #: deadline lease: the offer ends and its blocks are freed, as no reader has renewed it. Time in
+    #: which the holder's connector thread stood still does not count.
     lease_s: _Seconds = DEFAULT_LEASE_S
     num_threads: _Count = 4
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
@@ -95,10 +106,17 @@ class Settings(
     enforce_handshake_compat: bool = True
     bidirectional_kv_xfer: bool = False
     kv_recompute_threshold: _Count = 64
+    #: limit turn: a decode engine's offer of a turn's blocks to the prefill engine ends.
     decoder_kv_blocks_ttl: _Seconds = 480
     enable_cross_layers_blocks: bool = False
+    #: interval idle engine: the connection of an engine that nothing was wanted of is closed.
     engine_ttl_s: _Ttl = 3600
+    #: deadline read: the request fails; its blocks stay its own until they are drained. Counted
+    #: from when the connector's thread takes it up; of a request sent to both engines, from when it
+    #: is offered and has blocks.
     kv_read_timeout_s: _Seconds = 120
+    #: deadline hung peer: the agent of a retired lane is closed in any case: its reads neither end
+    #: nor fail.
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None

@@ -13,6 +13,7 @@ from ..protocol.quoting import one_line
 
 logger = init_logger(__name__)
 
+#: interval stall: the log says where a thread or a step is that has not come round.
 STALL_S = 2.0
 """A thread whose round takes longer is logged. A step of a large prompt may take as long; then the
 log line says so."""

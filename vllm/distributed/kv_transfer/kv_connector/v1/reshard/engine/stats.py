@@ -40,24 +40,42 @@ class HandshakeFailure(str, Enum):
     """Why an engine could not be connected."""
 
     UNREACHABLE = "unreachable"
+    """It does not answer, and is asked again by itself. Look at it and at the network."""
+
     UNTRUSTED = "untrusted"
+    """A request named a host whose address is not in `trusted_peers`."""
+
     REFUSED = "refused"
+    """It does not know what it is asked: builds differ, or another program answers."""
+
     INCOMPATIBLE = "incompatible"
+    """What must be equal at both engines is not."""
+
     ENGINE_CHANGED = "engine_changed"
+    """Another engine answers there: mostly it has restarted, and nothing need be done."""
+
     MALFORMED = "malformed"
+    """Another service answers, or another build."""
+
     LAYOUT = "layout"
+    """No plan fits both layouts."""
+
     TRANSFER = "transfer"
+    """NIXL cannot connect the two workers."""
+
     OTHER = "other"
+    """A defect of the connector: report the line in the log."""
 
 
 class ReadFailure(str, Enum):
     """Why the blocks of a request could not be read."""
 
     PARAMETERS = "parameters"
-    """Its kv_transfer_params do not locate the blocks, or name blocks that do not exist."""
+    """Its `kv_transfer_params` do not locate the blocks, or name blocks that do not exist."""
 
     PREFILL = "prefill"
-    """It was sent to both engines at once, and the prefill engine did not offer it."""
+    """It was sent to both engines at once, and the prefill engine did not offer it: it was aborted
+    there, was never known, or the engine is gone."""
 
     HANDSHAKE = "handshake"
     """The engine that holds the blocks could not be connected."""
@@ -66,7 +84,8 @@ class ReadFailure(str, Enum):
     """NIXL could not read the blocks."""
 
     COPY = "copy"
-    """The blocks were read, but could not be copied out of the staging arena."""
+    """A part of them could not be posted, or could not be copied out of the staging arena, for a
+    fault of this worker's."""
 
     LEASE = "lease"
     """The lease of the blocks had run out by the time they had been read."""
@@ -75,13 +94,13 @@ class ReadFailure(str, Enum):
     """The blocks hold the KV of tokens other than the request's, or are not the offered ones."""
 
     DEADLINE = "deadline"
-    """The blocks were not read before the request's deadline."""
+    """The blocks were not read within `kv_read_timeout_s`."""
 
     DOUBT = "doubt"
-    """No read was begun, because earlier reads may still write into too much memory."""
+    """No read was begun, because earlier reads may still write into too many blocks."""
 
     UNFORESEEN = "unforeseen"
-    """An unexpected exception was raised; the log has its traceback."""
+    """An unexpected exception was raised: report its traceback, which is in the log."""
 
 
 # The order matters: the first matching type counts.
@@ -298,27 +317,30 @@ _METRICS = {
     "handshake_seconds": _Metric(
         Histogram,
         "vllm:nixl_handshake_seconds",
-        "Time from asking another engine what it is until all is prepared.",
+        "Time from asking another engine what it is until all is prepared, on each worker.",
     ),
     "prefill_wait_seconds": _Metric(
         Histogram,
         "vllm:nixl_prefill_wait_seconds",
-        "Time from a request dispatched early until its blocks are offered.",
+        "Time from a request that was sent to both engines until its blocks are offered, on each "
+        "decode worker. One that was offered at the first look is not counted.",
     ),
     "handover_seconds": _Metric(
         Histogram,
         "vllm:nixl_handover_seconds",
-        "Time from a request's blocks being offered until its first token.",
+        "Time from a request's arrival at the decode engine and its offer, as far as that engine "
+        "knows, until its first token. Only of requests that were read.",
     ),
     "exposed_transfer_seconds": _Metric(
         Histogram,
         "vllm:nixl_exposed_transfer_seconds",
-        "Time from a request's blocks being offered until all have been read.",
+        "Time that transfer adds to the first token: from a request's offer, as far as the decode "
+        "engine knows, until all of its blocks are read and confirmed, on each decode worker.",
     ),
     "prefetched_bytes": _Metric(
         Counter,
         "vllm:nixl_prefetched_bytes",
-        "Bytes read of requests whose prompts were still being computed.",
+        "Bytes read of requests whose prompts were still being computed, also counted as read.",
     ),
     "handshake_failures": _Metric(
         Counter,
@@ -330,7 +352,7 @@ _METRICS = {
     "read_failures": _Metric(
         Counter,
         "vllm:nixl_read_failures",
-        "Requests whose blocks could not be read, on one worker.",
+        "Requests whose blocks could not be read, counted by each worker that could not.",
         "reason",
         ReadFailure,
     ),
@@ -347,7 +369,7 @@ _METRICS = {
     "notifications_sent": _Metric(
         Counter,
         "vllm:nixl_notifications_sent",
-        "Notifications sent to other engines' workers.",
+        "Notifications sent to other engines' workers, with renewals of leases.",
     ),
     "held_blocks": _Metric(
         Gauge, "vllm:nixl_held_blocks", "KV-cache blocks held for other engines to read."
@@ -355,7 +377,7 @@ _METRICS = {
     "blocks_in_doubt": _Metric(
         Gauge,
         "vllm:nixl_kv_blocks_in_doubt",
-        "KV-cache blocks of failed requests that reads may still write into.",
+        "KV-cache blocks of failed requests, kept from use as reads may still write into them.",
     ),
     "first_tokens": _Metric(
         Counter,

@@ -5,6 +5,34 @@ vLLM passes a request's trace headers on only where it exports traces (`--otlp-t
 without them nothing is computed here. The spans go to the exporter that vLLM has made in this
 process. Attribute names are OpenTelemetry's where it has some
 (https://opentelemetry.io/docs/specs/semconv/general/attributes/).
+
+The page of metrics shows what follows (`python -m tools.docs`).
+
+Spans:
+    offer: On a prefill worker: from the step that says that the blocks are held, until they are
+        free.
+    prefill: Of a request that was sent to both engines and will not be offered: from how far it was
+        seen to be, until it fails.
+    prefetch: From when blocks of a prompt are read while it is computed, until it is offered or
+        fails.
+    wait: From when the worker hears of the request, until its reads are queued: the handshake, and
+        its turn.
+    handshake: From when the other engine is asked what it is, until all is prepared; of each
+        request that waits for it.
+    read: From when its reads are queued, until all bytes are in their places.
+    check: From then until it is known that the blocks were still held, and were the right ones.
+    drain: From when the request has failed, until nothing writes into its blocks.
+
+Span attributes:
+    worker: Engine id and rank.
+    blocks: How many blocks are held, or filled.
+    end: Of `offer`: `released` by its readers, or `expired` with its lease.
+    last_reader: Of `offer`: the worker that was heard last. Empty if the lease expired, or if the
+        request was read before it was offered.
+    server.address, server.port: Of the others: the side channel of the engine that is read from.
+    remote_engine_id, remote_request_id: Of the others: that engine, and the request's id there.
+    bytes, strategies: Of `read`: how much was read, and how: `direct`, `staged` or both.
+    error.type: Of a span in which the request failed, and of `drain`: a `reason` of failed reads.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ class Strategy(str, Enum):
     """The way a read takes."""
 
     DIRECT = "direct"
-    """From the peer's blocks straight into ours."""
+    """From the peer's blocks straight into ours, as is what found no room in the arena."""
 
     STAGED = "staged"
-    """Into an arena, from which the bytes are scattered into our blocks."""
+    """Into an arena, from which the bytes are scattered into our blocks. A value for each window of
+    at most 8 MiB, of the read alone."""
 
 
 @dataclass(frozen=True, slots=True)

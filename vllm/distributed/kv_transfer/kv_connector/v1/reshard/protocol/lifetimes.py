@@ -22,10 +22,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: deadline grace: the agent of a retired lane is closed, if one of its reads has failed, too much
+#: memory is in doubt, or more than four lanes drain. A look at leases whose first request is due by
+#: then counts as hung: its requests fail, and its lane is retired.
 PEER_GRACE_S = 10.0
 """How long to wait for a connection's other reads after one has failed. If the connection is lost,
 they fail within a fraction of a second. UCX aborts a live worker whose reader disconnects over TCP,
-so a slow peer gets this long to recover. A look at leases counts as hung only after as long."""
+so a slow peer gets this long to recover."""
 
 
 @dataclass(slots=True)

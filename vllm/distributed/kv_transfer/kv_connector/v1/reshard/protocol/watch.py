@@ -14,17 +14,23 @@ from dataclasses import dataclass
 
 from .board import State
 
+#: limit known: a request sent to both engines fails, as the other one does not know it, or cannot
+#: be looked at.
 KNOWN_WITHIN_S = 10.0
 """A request that is not on the producer's board after so long was not sent there, or under another
 name. An engine whose board cannot be read for so long is gone."""
 
+#: limit offer: a request sent to both engines fails, as it was not offered.
 OFFERED_WITHIN_S = 600.0
 """How long a prompt may take to be scheduled and computed."""
 
+#: limit earlier name: a request sent to both engines fails, if the first look found that it will
+#: not be offered. Before, an earlier request may have had its name.
 BELIEVED_AFTER_S = 0.5
 """A fault found earlier, before any other state, is ignored: it may be of an earlier request with
 the same name, which the producer removes from the board when it receives the new one."""
 
+#: limit last chunk: a request sent to both engines fails, as its last chunk was not computed.
 COMPUTED_WITHIN_S = 300.0
 """How long a step may take: vLLM's default of `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`."""
 

@@ -55,6 +55,8 @@ from .zmtp import (
 
 logger = init_logger(__name__)
 
+#: deadline handshake: the handshake fails, and the requests that wait for it. Counted from the
+#: lookup of the host's name until the answer's NIXL metadata was tried.
 DEFAULT_TIMEOUT_S = 10.0
 
 MAX_PENDING = 4096

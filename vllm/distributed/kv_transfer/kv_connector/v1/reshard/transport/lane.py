@@ -38,6 +38,7 @@ MAX_DRAINING_LANES = 4
 """While more lanes drain, the oldest is closed after `PEER_GRACE_S`, and none is made for suspects.
 Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without threads and with."""
 
+#: interval next lane: a worker that could not make a lane tries again.
 _RETRY_S = 5.0
 """Wait after a lane could not be made, for example because file descriptors ran out."""
 

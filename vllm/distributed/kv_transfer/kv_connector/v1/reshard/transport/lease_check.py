@@ -41,10 +41,12 @@ _NUM_CHECKS = 1 << 10
 _LOOK_AGAIN_S = 0.002
 """Wait before the second look."""
 
+#: limit lease check: the request fails, as the lease table still has another fingerprint. That is
+#: after half a second in all.
 _MOST_LOOKS = 9
 """Looks at an entry with another fingerprint before it counts as a mismatch. Each wait is twice the
-last: half a second in all. A producer may answer before its worker's thread has entered the
-request, which it does when its step begins."""
+last. A producer may answer before its worker's thread has entered the request, which it does when
+its step begins."""
 
 CheckKey: TypeAlias = tuple[RequestId, int]
 """A request's id, and a number that tells requests with the same id apart."""

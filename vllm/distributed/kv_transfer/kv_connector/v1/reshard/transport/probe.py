@@ -40,8 +40,8 @@ MAX_AT_ONCE = 4
 MAX_TRIED = 32
 """Answers per child: NIXL frees file descriptors only together with the agent."""
 
+#: limit trial: the process that loads an answer's NIXL metadata ends, and the handshake fails.
 _LIMIT_S = 10.0
-"""Time limit for a child to load an answer; then the child ends, and the handshake fails."""
 
 _ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"}
 """UCX must abort on an error, and not stop the process for a debugger; and a process that forks

@@ -62,6 +62,7 @@ further ones, and the other end retries after a second."""
 MAX_CONNECTIONS = 256
 """Maximum open connections; a further one closes the oldest."""
 
+#: interval connection: the side channel closes it. Clients have left by then.
 MAX_AGE_S = 30.0
 """Maximum lifetime of a connection. Clients give up after 10 s."""
 

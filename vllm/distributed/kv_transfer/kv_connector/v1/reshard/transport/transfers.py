@@ -46,6 +46,7 @@ from .staging_area import StagingArea
 
 logger = init_logger(__name__)
 
+#: interval span: a window of a staged read is read direct, as no room in the arena was given back.
 _SPAN_WAIT_S = 0.1
 """A window is read direct when no span was taken, filled or freed for so long."""
 

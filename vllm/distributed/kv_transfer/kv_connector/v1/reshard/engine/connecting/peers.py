@@ -26,9 +26,13 @@ from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
 from ...transport.remote import LoweredEngine
 
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
-"""Delay before the next handshake after the first failure, and the most after many."""
+#: interval first retry: a peer whose handshake has failed may be asked again. Each failure doubles
+#: the time. When a connection breaks for the first time, the peer is asked again at once.
+FIRST_RETRY_S = 1.0
+#: interval last retry: a peer that has failed many handshakes may be asked again.
+LAST_RETRY_S = 30.0
 
+#: interval suspicion: a peer whose connection broke leaves the lanes of the suspected.
 STEADY_S = 60.0
 """A peer whose reads have not failed for this long is no longer a suspect."""
 
@@ -37,6 +41,8 @@ MAX_CONNECTIONS = 32
 descriptors, and 10 with four UCX threads (nixl 1.5.1 over TCP), which are freed only with the
 agent. A renewed lane's peers reconnect when next requested, which takes NIXL 1 to 4 ms."""
 
+#: interval idle lane: the agent of a lane that nothing was wanted of is closed, if there are more
+#: than 32 connections.
 IDLE_LANE_S = 10.0
 """Longer than the pauses between requests to an engine in use, so that none keeps reconnecting."""
 

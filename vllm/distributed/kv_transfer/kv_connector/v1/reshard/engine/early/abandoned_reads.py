@@ -18,6 +18,8 @@ from ...transport.connection import PeerConnection
 from ...transport.row_buffer import RowRead
 from ..connecting.peers import PeerTable
 
+#: interval look: the lane of a look at another engine's board is retired; the next look goes over
+#: another one.
 BOARD_READ_LIMIT_S = 5.0
 """How long a read of a board may take; after that its connection is given up."""
 

@@ -18,6 +18,7 @@ from ...transport.sockets import InternalAddress
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: interval rest: an engine's core that only waits for workers to ring takes a step.
 LONGEST_REST_S = 0.25
 """The delay that a lost ring may cost, and with which the scheduler may see what nothing rings for,
 such as expired leases."""
