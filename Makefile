@@ -34,8 +34,10 @@ BIN := $(VENV)/bin
 TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
-.PHONY: base help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel plugin demo serve sweep soak bench docs clean test-faults test-full simulate gpu
+.PHONY: base help setup rebuild lint format test test-fast pair patches-check patches-import patches-export \
+        tree wheel plugin demo serve sweep soak bench docs docs-tables clean test-full release-check simulate \
+        gpu \
+        nightly-oldest-base nightly-schedules nightly-soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,12 +87,12 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 PYTEST := $(BIN)/python -m pytest
 # Engines take all cores by themselves; what starts none is shared out, file by file.
 PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
-DECIDES := not faults and not full
+# The lanes: tests/lanes.py.
+DECIDES := not nightly and not release
 
 # Of other bases than the default one: what is patched, and names and models that differ from release to
-# release, and a real pair. Floors 1 to 4 know no release, and of floor 5 little that a worker's
-# threads run. Status 5 says that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a
-# mistake.
+# release. Floors 1 to 4 know no release, and of floor 5 little that a worker's threads run. Status 5 says
+# that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a mistake.
 UNIT := tests/v1/kv_connector/unit
 RESHARD := $(UNIT)/reshard
 TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/utils tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
@@ -107,8 +109,10 @@ TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispa
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
                    $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
                    $(RESHARD)/test_idle_engines.py
+# 0.22.1's pair is nightly.
+BASES_WITH_PAIR := 0.33.0
 ifeq ($(BASE),$(DEFAULT_BASE))
-test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
+test: setup  ## Run the tests that decide a change, with real engines; on another base, those of the base
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
 	test $$shared -eq 0 -o $$shared -eq 5 || exit $$shared; \
 	$(PYTEST) -m "e2e and $(DECIDES)" $(PYTEST_ARGS) || \
@@ -117,17 +121,37 @@ else
 test: setup
 	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(TESTS_OF_A_BASE) $(TESTS_OF_$(BASE)) \
 	  $(PYTEST_ARGS)
-	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
+	$(if $(filter $(BASE),$(BASES_WITH_PAIR)),$(BIN)/python -m tools.pdstack sweep $(PAIR))
 endif
+
+PAIR := --subset base --requests 16
+
+pair: setup  ## Compare one pair of real engines of a base with one engine: BASE=0.22.1
+	$(BIN)/python -m tools.pdstack sweep $(PAIR)
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
 	$(PYTEST_SHARED) -m "not e2e and not slow and $(DECIDES)" $(PYTEST_ARGS)
 
-test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
-	$(PYTEST) -m "faults and not full" $(PYTEST_ARGS)
+NIGHTLY := $(addprefix nightly-,caches pairs faults workers wheels tools)
 
-test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide every change
-	$(PYTEST) -m full $(PYTEST_ARGS)
+test-full: $(NIGHTLY) nightly-oldest-base nightly-schedules nightly-soak  ## Run the nightly lane, in parts
+
+nightly-%: setup $(VENV)/.installed-bench  ## One part of it: caches pairs faults workers wheels tools
+	$(PYTEST) -m "nightly and not release" --part $* $(PYTEST_ARGS)
+
+nightly-oldest-base:  ## A pair of engines of the oldest base
+	$(MAKE) pair BASE=0.22.1
+
+nightly-schedules: simulate  ## 100,000 schedules
+
+nightly-soak: soak  ## Ten minutes of soak
+
+release-check: setup $(VENV)/.installed-bench  ## Run the release lane: for hours
+	$(PYTEST) -m release $(PYTEST_ARGS)
+	$(BIN)/python -m tools.pdstack sweep
+	$(MAKE) setup BASE=0.33.0
+	$(BIN)/python -m tools.pdstack sweep --subset releases --across .venv-0.33.0/bin
+	$(BIN)/python -m benchmarks
 
 simulate: setup  ## Run SCHEDULES=100000 of the simulation, from FIRST_SEED=0 on; a failure names its seed
 	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(PYTEST) \
@@ -177,6 +201,9 @@ $(VENV)/.installed-bench: requirements/bench.txt $(VENV)/.installed
 
 bench: setup $(VENV)/.installed-bench  ## Measure ours and upstream's connector side by side: QUICK=1
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(BENCH_ARGS)
+
+docs-tables: setup  ## Write the tables of pages that come from code and from docs/results/
+	$(BIN)/python -m tools.docs
 
 docs: $(VENV)/.installed  ## Build the documentation to build/site; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,9 +6,16 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests import lanes
+from tools import weight
+
+if TYPE_CHECKING:
+    from tests.faults.stage import Stage
 
 # Examples are not timed: other tests, with real engines, may share the machine.
 settings.register_profile("project", deadline=None)
@@ -18,6 +25,39 @@ settings.load_profile("project")
 # started with that cannot be told Ctrl-C: nor could the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part NAME` chooses a part of the nightly lane."""
+    parser.addoption("--part", choices=list(lanes.PARTS), help="a part of the nightly lane")
+
+
+# Before marks are compared with what `-m` asks for.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort tests into their lanes."""
+    lanes.sort(items)
+    wanted = config.getoption("part")
+    if wanted is None:
+        return
+    others = [each for each in items if ("part", wanted) not in each.user_properties]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [each for each in items if ("part", wanted) in each.user_properties]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Have the number of tests that ran counted."""
+    ran = ("passed", "failed", "error")
+    weight.log("cases", sum(len(terminalreporter.stats.get(how, ())) for how in ran))
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """The engines that all tests of layouts and of faults share."""
+    from tests.faults.stage import running
+
+    with running(tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("run")) as stage:
+        yield stage
 
 
 @pytest.fixture

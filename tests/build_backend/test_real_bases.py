@@ -39,7 +39,7 @@ TORCH_ON_CPU = {**TORCH, "0.33.0": "torch==2.13.0"}
 def _deciding(release: str, target: str) -> Any:
     """Every change builds the wheel that is run by default; the others can wait for test-full."""
     marks = (
-        () if (release, target) == (default_release(PROJECT, "cpu"), "cpu") else pytest.mark.full
+        () if (release, target) == (default_release(PROJECT, "cpu"), "cpu") else pytest.mark.nightly
     )
     return pytest.param((release, target), marks=marks, id=f"{release}-{target}")
 
@@ -131,7 +131,7 @@ def test_python_is_the_wheels_own(product: Product, choice: Choice) -> None:
     assert f"{major}.{minor - 1}" not in needed
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_patches_and_overlay_fit_the_oldest_base() -> None:
     """All proofs hold for both wheels of the base that needs the most patches."""
     failed = [p for p in run_checks(PROJECT, os.environ, ["0.22.1"]) if not p.ok]

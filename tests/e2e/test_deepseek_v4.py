@@ -126,7 +126,7 @@ def test_an_answer_equals_one_engines(spoiled: Spoiled, tokens: int) -> None:
     "kind",
     [
         # Two decide; `make test-full` has all.
-        pytest.param(kind, marks=() if kind in ("windows", "index") else pytest.mark.full)
+        pytest.param(kind, marks=() if kind in ("windows", "index") else pytest.mark.nightly)
         for kind in CACHES
     ],
 )

@@ -3,32 +3,25 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
 
 from tests.e2e.layouts import (
     BOTH,
+    FLOAT32_BYTES,
     ONE,
     RANKS,
     STAGES,
     Case,
     Engines,
-    Options,
     assert_read_and_right,
-    running,
 )
 from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, metric, text_of
+from tests.faults.stage import Stage, spec
 from tests.selection import chosen
 from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.layout import read_model_shape
 from tools.pdstack.metrics import NixlCounters
-from tools.pdstack.tiny_models import write_tiny_llama
 
-SEEDED = Options(connector={"seed_first_token": True})
-# Stages of three layers and of one; those of the other engine with stages are equal.
-UNEVEN = replace(SEEDED, env={"VLLM_PP_LAYER_PARTITION": "3,1"})
 # A part of a block, exactly one, one token more, and several with a part.
 PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
 
@@ -39,9 +32,9 @@ CASES = (
     Case(ONE, RANKS, reads=2),
     Case(RANKS, ONE, reads=2),
     # An engine of four workers more, for no kind of read that the others have not.
-    pytest.param(Case(BOTH, ONE, reads=4), marks=pytest.mark.full),
+    pytest.param(Case(BOTH, ONE, reads=4), marks=pytest.mark.nightly),
     # Layer 2 is at the first stage there, and at the second here.
-    pytest.param(Case(STAGES, BOTH, reads=6), marks=pytest.mark.full),
+    pytest.param(Case(STAGES, BOTH, reads=6), marks=pytest.mark.nightly),
 )
 
 pytestmark = [
@@ -51,18 +44,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    """Start one of each layout, and one rank, which says what is right; all end when told to."""
-    model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
-    cases, run = chosen(request, "case"), tmp_path_factory.mktemp("run")
-    with running(model, run, cases, also=[ONE], options={STAGES: UNEVEN, RANKS: SEEDED}) as engines:
-        yield engines
-        servers = list(engines.by_layout.values())
-        engines.stack.stop(*servers)
-    killed = [each.name for each in servers if each.child.exit_status == 128 + signal.SIGKILL]
-    assert not killed, "they did not end when they were told to"
+def engines(request: pytest.FixtureRequest, stage: Stage) -> Engines:
+    """One of each layout; one of one rank says what is right."""
+    by_layout = {STAGES: stage.prefill, ONE: stage.decode, RANKS: stage.recomputing}
+    if any(BOTH in case.sides for case in chosen(request, "case")):
+        (by_layout[BOTH],) = stage.stack.start_engines(spec("both", layout=BOTH))
+    model = stage.stack.model
+    per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
+    return Engines(stage.stack, by_layout, BLOCK_TOKENS, per_token * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("tokens", PROMPT_TOKENS)

@@ -35,7 +35,7 @@ TO_AND_FRO = KVTransfer(
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.full,
+    pytest.mark.nightly,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 

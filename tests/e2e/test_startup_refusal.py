@@ -16,7 +16,7 @@ from tools.pdstack.layout import Layout
 from tools.pdstack.stack import PDStack
 
 # `test_refusals` and `test_handshake_pp_aggregation` decide; real engines take minutes to refuse.
-pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.full]
+pytestmark = pytest.mark.e2e
 
 # Since 0.32.0, upstream's refuses stages of a decode engine only. One that prefills starts, and is
 # read from by nobody.

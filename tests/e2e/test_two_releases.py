@@ -25,7 +25,7 @@ READS = 4
 # Whole workers over real NIXL read such caches in `make test`.
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.full,
+    pytest.mark.release,
     requires_base("0.32.0", "0.33.0", reason="one engine is of a later base"),
     pytest.mark.skipif(
         not (SCRIPTS / "vllm").exists(), reason=f"make setup BASE={OLDER} makes the other engine"

@@ -44,6 +44,16 @@ class Log:
         complaints = [text for text in map(_complaint, lines) if text]
         return [text for text in complaints if but is None or but not in text]
 
+    def only(self, *, but: str | None = None) -> str:
+        """Return the one complaint, which each worker of an engine may have written once.
+
+        Args:
+            but: leave out what contains these words, too.
+        """
+        lines = self.complaints(but=but)
+        assert len(set(lines)) == 1, lines
+        return lines[0]
+
     def find(self, words: str) -> list[str]:
         """Return the complaints that contain some words."""
         return [line for line in self.complaints() if words in line]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two healthy engines that stay up while faults are acted out, and what a router does with them."""
+"""Healthy engines that stay up while faults are acted out, and what a router does with them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+from tests.e2e.layouts import ONE, RANKS, STAGES
 from tests.e2e.pairs import ask, ask_unaided, metric, post, samples, text_of
 from tests.faults.logs import Log
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.engine import EngineSpec, KVTransfer
+from tools.pdstack.layout import Layout
+from tools.pdstack.ports import PortAllocator
 from tools.pdstack.stack import Engine, PDStack, Router, Server
+from tools.pdstack.tiny_models import write_tiny_llama
 
 LEASE_S = 20.0
 """Longer than a slow machine keeps an honest reader waiting, and short enough to be waited for."""
+
+HANDSHAKE_LIMIT_S = 10.0
+"""How long a handshake may take."""
 
 SLACK_S = 60.0
 """How much later than it should a slow machine may do something."""
@@ -33,29 +41,35 @@ TRANSPORTS = "all"
 """What UCX chooses by itself, whatever the environment says."""
 
 PROMPT_TOKENS = 300
+EMBEDS = "--enable-prompt-embeds"
 Params = dict[str, Any]
 
 
 def spec(
     name: str,
     *args: str,
+    layout: Layout = ONE,
     policy: str | None = None,
     options: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> EngineSpec:
     """Return how an engine is started that holds blocks for a short time.
 
     Args:
         args: more of its command line.
+        layout: its ranks and stages.
         policy: what becomes of a request whose blocks cannot be read; by default vLLM's choice.
         options: more of the connector's.
+        env: more of its environment.
         fields: of the transfer's configuration.
     """
     extra_config = {"kv_lease_duration": LEASE_S, **(options or {})}
     return EngineSpec(
         name,
+        layout,
         kv_transfer=KVTransfer(extra_config=extra_config, load_failure_policy=policy, **fields),
-        env={"UCX_TLS": TRANSPORTS},
+        env={"UCX_TLS": TRANSPORTS, **(env or {})},
         extra_args=("--num-gpu-blocks-override", "64", *args),
         max_model_len=1024,
     )
@@ -121,8 +135,9 @@ class Stage:
     """The engines that every fault has to leave as they were, or that are started anew after it.
 
     Attributes:
-        decode: an engine that fails requests whose blocks cannot be read.
-        recomputing: one that computes them.
+        prefill: of two stages, where layouts decide nothing else.
+        decode: an engine that fails requests whose blocks cannot be read, of one rank.
+        recomputing: one that computes them, of two ranks.
         router: in front of `prefill` and `decode`.
         abandoned: requests whose blocks `prefill` holds until their lease runs out.
         prefill_log: what `prefill` says, since it was started.
@@ -253,3 +268,40 @@ class Stage:
     def close(self) -> None:
         """End threads that wait for answers."""
         self._pool.shutdown()
+
+
+@contextmanager
+def running(model_dir: Path, run_dir: Path) -> Iterator[Stage]:
+    """Start the engines that layouts and faults share; all of them end when they are told to.
+
+    Args:
+        model_dir: Where the model is written.
+        run_dir: Where logs go.
+    """
+    model = write_tiny_llama(model_dir / "llama")
+    seeded = {"seed_first_token": True}
+    with PDStack(model, run_dir) as stack:
+        prefill, decode, recomputing = stack.start_engines(
+            replace(
+                # Stages of three layers and of one.
+                spec(
+                    "stages",
+                    EMBEDS,
+                    layout=STAGES,
+                    options=seeded,
+                    env={"VLLM_PP_LAYER_PARTITION": "3,1"},
+                ),
+                # Where one that has restarted is looked for.
+                side_channel_port=PortAllocator().take(STAGES.world_size),
+            ),
+            spec("one", EMBEDS),
+            spec("ranks", EMBEDS, layout=RANKS, policy="recompute", options=seeded),
+        )
+        stage = Stage(stack, prefill, decode, recomputing, stack.start_router([prefill], [decode]))
+        stage.assert_serving()
+        yield stage
+        stage.close()
+        servers = [stage.prefill, stage.decode, stage.recomputing]
+        stack.stop(*servers)
+    killed = [each.name for each in servers if each.child.exit_status == 128 + signal.SIGKILL]
+    assert not killed, "they did not end when they were told to"

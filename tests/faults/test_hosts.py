@@ -42,7 +42,7 @@ from tools.pdstack.process import ChildProcess
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
 
 ROWS = read_rows()
 # Longer than a handshake may take, so that it is known which of them was.
@@ -178,6 +178,7 @@ def test_workers_that_hang_cost_a_request_its_time(far: Stage) -> None:
     assert answer_of(far.decoded(after, far.prefilled(after))) == right
 
 
+@pytest.mark.nightly
 def test_slow_link_costs_time_only(far: Stage, network: Network) -> None:
     """Bytes that take seconds on their way are waited for, and nothing is complained of."""
     far.assert_serving()
@@ -192,7 +193,7 @@ def test_slow_link_costs_time_only(far: Stage, network: Network) -> None:
     assert log.complaints() == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_lossy_link_costs_time_only(far: Stage, network: Network) -> None:
     """One packet of twenty is lost, both ways: TCP sends it again."""
     far.assert_serving()
@@ -206,7 +207,7 @@ def test_lossy_link_costs_time_only(far: Stage, network: Network) -> None:
     assert log.complaints() == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("links", "what"),
     [
@@ -233,7 +234,7 @@ def test_packets_that_are_lost(
     assert ROWS[what].tells("500", line, "lease"), line
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_large_packets_that_are_lost_before_the_first_handshake(
     far: Stage, recomputing: Engine, network: Network
 ) -> None:
@@ -248,7 +249,7 @@ def test_large_packets_that_are_lost_before_the_first_handshake(
     assert row.tells("500", line, "lease"), line
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_host_that_is_cut_off_during_a_read_that_is_computed(
     far: Stage, recomputing: Engine, network: Network
 ) -> None:

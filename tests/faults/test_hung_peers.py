@@ -27,7 +27,7 @@ from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.layout import Layout
 from tools.pdstack.stack import Engine
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
 
 ROWS = read_rows()
 READ_LIMIT_S = 10.0
@@ -58,7 +58,7 @@ def prefilled(stage: Stage, prefill: Engine, text: str) -> dict:
 
 
 # `test_hosts` has one of engines that have met, and a host that is cut off before that.
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "never met"])
 def test_hung_prefill_engine_costs_its_requests_in_time(
     stage: Stage, pair: tuple[Engine, Engine], connected: bool
@@ -93,6 +93,7 @@ def test_hung_prefill_engine_costs_its_requests_in_time(
     )
 
 
+@pytest.mark.nightly
 def test_machine_that_stands_still_costs_nothing(stage: Stage) -> None:
     """Both engines stand still for longer than a lease, as in a machine that is suspended."""
     text, other = stage.text(), stage.text()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,31 +12,31 @@ import zmq
 
 from tests.e2e.pairs import ask, ask_unaided, post
 from tests.faults.logs import Log
-from tests.faults.stage import SLACK_S, Params, Stage, assert_failed, spec
+from tests.faults.stage import (
+    HANDSHAKE_LIMIT_S,
+    LEASE_RAN_OUT,
+    SLACK_S,
+    Params,
+    Stage,
+    assert_failed,
+    spec,
+)
 from tests.faults.table import read_rows
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.errors import ProcessDiedError
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import (
+    read_channel_key,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
+)
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
 
 ROWS = read_rows()
-
-
-@dataclass(frozen=True)
-class Keyed:
-    """Engines with a key, beside those of the stage, which have none.
-
-    Attributes:
-        prefill: Has the key.
-        decode: Has it, too, and asks nowhere but at the one address of this machine.
-        stranger: A decode engine with another key.
-    """
-
-    prefill: Engine
-    decode: Engine
-    stranger: Engine
 
 
 def write_key(path: Path) -> str:
@@ -47,18 +47,28 @@ def write_key(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def keyed(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    """They stay up for all of these tests."""
-    directory = tmp_path_factory.mktemp("keys")
-    key, other = ({"side_channel_key_file": write_key(directory / name)} for name in "ab")
-    with PDStack(stage.stack.model, tmp_path_factory.mktemp("keyed")) as stack:
-        yield Keyed(
-            *stack.start_engines(
-                spec("prefill-key", options=key),
-                spec("decode-key", options={**key, "trusted_peers": [f"{HOST}/32"]}),
-                spec("decode-other-key", options=other),
-            )
-        )
+def key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The option that gives an engine its key."""
+    return {"side_channel_key_file": write_key(tmp_path_factory.mktemp("keys") / "key")}
+
+
+@pytest.fixture(scope="module")
+def keyed(stage: Stage, key: dict[str, str]) -> Iterator[Engine]:
+    """An engine with a key, beside those of the stage; it asks only this machine's one address."""
+    options = {**key, "trusted_peers": [f"{HOST}/32"]}
+    (engine,) = stage.stack.start_engines(spec("key", options=options))
+    yield engine
+    stage.stack.stop(engine)
+
+
+@pytest.fixture
+def port_of_another_key(tmp_path: Path) -> Iterator[int]:
+    """Where somebody answers handshakes who has another key."""
+    key = read_channel_key(write_key(tmp_path / "another"))
+    replies = {version: [b"never sent"] for version in range(SPOKEN.oldest, SPOKEN.newest + 1)}
+    with closing(HandshakeServer(HOST, 0, replies, key)) as server:
+        server.start()
+        yield server.port
 
 
 def prefilled(stage: Stage, engine: Engine, text: str) -> Params:
@@ -69,68 +79,66 @@ def prefilled(stage: Stage, engine: Engine, text: str) -> Params:
     return params
 
 
-def test_engines_with_the_same_key_read_from_each_other(stage: Stage, keyed: Keyed) -> None:
-    """The answer is one engine's, and bytes were moved."""
+def test_engines_without_each_others_key_learn_nothing(
+    stage: Stage, keyed: Engine, port_of_another_key: int
+) -> None:
+    """Each client gets an error, logs one line with the remedy, and engines go on by themselves."""
+    text, log, keyed_log = stage.text(), *(Log(e.child.log_path) for e in (stage.decode, keyed))
+    params = stage.prefilled(text)
+    stage.abandoned += 1
+    asked = {
+        "no side_channel_key_file, where the other engine has one": (
+            prefilled(stage, keyed, text),
+            stage.decode,
+        ),
+        "an impostor without the decode engine's key": (params, keyed),
+        "another side_channel_key_file": ({**params, "remote_port": port_of_another_key}, keyed),
+    }
+    # Each takes as long as a handshake may.
+    replies = [stage.being_decoded(text, *each) for each in asked.values()]
+    for reply in replies:
+        assert_failed(reply.result(HANDSHAKE_LIMIT_S + SLACK_S))
+    lines = [*log.complaints(), *keyed_log.find("Handshake with engine")]
+    for fault, (named, _) in asked.items():
+        address = "{remote_host}:{remote_port}".format(**named)
+        (line,) = (each for each in lines if f" at {address} failed" in each)
+        assert ROWS[fault].tells("500", line, "lease"), line
+    (line,) = keyed_log.find("somebody without this engine's key")
+    assert ROWS["a decode engine without the prefill engine's key"].tells("500", line, "lease")
+    assert ask_unaided(keyed, stage.model, text)
+
+
+def test_host_outside_of_the_trusted_networks_is_not_asked(stage: Stage, keyed: Engine) -> None:
+    """The request fails as one with malformed parameters does."""
     text = stage.text()
-    right = ask_unaided(keyed.prefill, stage.model, text)
-    before = keyed.decode.nixl_counters()
-    with stage.router_to(keyed.prefill, keyed.decode) as router:
+    params = prefilled(stage, keyed, text)
+    log = Log(keyed.child.log_path)
+    elsewhere = {**params, "remote_host": "127.0.0.2"}
+    assert_failed(post(keyed, stage.model, text, kv_transfer_params=elsewhere))
+    (line,) = log.complaints(but=LEASE_RAN_OUT)
+    assert ROWS["a host outside of trusted_peers"].tells("500", line, "lease"), line
+
+
+@pytest.mark.nightly
+def test_engines_with_the_same_key_read_from_each_other(
+    stage: Stage, keyed: Engine, key: dict[str, str]
+) -> None:
+    """The answer is one engine's, and bytes were moved."""
+    (decode,) = stage.stack.start_engines(spec("decode-key", options=key))
+    text = stage.text()
+    right = ask_unaided(keyed, stage.model, text)
+    before = decode.nixl_counters()
+    with stage.router_to(keyed, decode) as router:
         assert ask(router, stage.model, text) == right
     wait_until(
-        lambda: (keyed.decode.nixl_counters() - before).bytes_moved > 0,
+        lambda: (decode.nixl_counters() - before).bytes_moved > 0,
         "the report of what was read",
         SLACK_S,
     )
+    stage.stack.stop(decode)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["another side_channel_key_file", "no side_channel_key_file, where the other engine has one"],
-)
-def test_decode_engine_without_the_right_key_learns_nothing(
-    stage: Stage, keyed: Keyed, fault: str
-) -> None:
-    """Its client gets an error, both logs one line with the remedy, and it goes on by itself."""
-    stranger = keyed.stranger if fault.startswith("another") else stage.decode
-    text = stage.text()
-    params = prefilled(stage, keyed.prefill, text)
-    theirs = Log(stranger.child.log_path)
-    assert_failed(post(stranger, stage.model, text, kv_transfer_params=params))
-    (line,) = theirs.complaints()
-    assert ROWS[fault].tells("500", line, "lease"), line
-    # Said once a minute at most.
-    said = keyed.prefill.child.log_path.read_text(errors="replace")
-    row = ROWS["a decode engine without the prefill engine's key"]
-    told = [each for each in said.splitlines() if row.log.split("…")[1].strip() in each]
-    assert told, said
-    assert ask_unaided(stranger, stage.model, text)
-
-
-def test_host_that_a_client_names_cannot_pose_as_a_peer(stage: Stage, keyed: Keyed) -> None:
-    """An engine with a key neither asks who has none, nor believes what it says."""
-    text = stage.text()
-    params = stage.prefilled(text)
-    stage.abandoned += 1
-    log = Log(keyed.decode.child.log_path)
-    assert_failed(post(keyed.decode, stage.model, text, kv_transfer_params=params))
-    (line,) = log.complaints()
-    row = ROWS["an impostor without the decode engine's key"]
-    assert row.tells("500", line, "lease"), line
-
-
-def test_host_outside_of_the_trusted_networks_is_not_asked(stage: Stage, keyed: Keyed) -> None:
-    """The request fails as one with malformed parameters does."""
-    text = stage.text()
-    params = prefilled(stage, keyed.prefill, text)
-    log = Log(keyed.decode.child.log_path)
-    elsewhere = {**params, "remote_host": "127.0.0.2"}
-    assert_failed(post(keyed.decode, stage.model, text, kv_transfer_params=elsewhere))
-    (line,) = log.complaints()
-    assert ROWS["a host outside of trusted_peers"].tells("500", line, "lease"), line
-    stage.assert_blocks_are_free(keyed.decode, keyed.stranger)
-
-
-@pytest.mark.full
+@pytest.mark.nightly
 def test_key_that_everybody_can_read_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> None:
     """The engine ends, and says which file and what to do."""
     path = Path(write_key(tmp_path / "key"))

@@ -19,7 +19,7 @@ from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.stack import Engine
 
 # The simulation plants what this shows, without engines.
-pytestmark = [pytest.mark.faults, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 ROWS = read_rows()
 MODULES = Path(__file__).parents[1] / "e2e/modules"

@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.pairs import ask_unaided, metric
 from tests.faults.logs import Log
 from tests.faults.stage import (
+    HANDSHAKE_LIMIT_S,
     SLACK_S,
     Params,
     Stage,
@@ -36,10 +37,9 @@ from tools.pdstack.errors import ProcessDiedError
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.pdstack.stack import Engine, PDStack
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
 
 ROWS = read_rows()
-HANDSHAKE_LIMIT_S = 10.0
 NIXLS_OWN = "nixl_agent.cpp"
 """What NIXL writes past the logger of vLLM about a peer that is gone."""
 
@@ -178,7 +178,7 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
         address = "{remote_host}:{remote_port}".format(**params)
         (line,) = (each for each in lines if f" at {address} failed" in each)
         assert ROWS[fault].tells("500", line, "lease"), line
-    (line,) = recomputing_log.complaints()
+    line = recomputing_log.only()
     assert ROWS["nothing listens at the port"].matches(line)
 
 
@@ -192,7 +192,7 @@ def test_blocks_of_all_these_requests_come_back(
         assert ROWS[fault].tells(client, line, "lease"), line
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_taken_port_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> None:
     """A second engine with the side channel of a running one ends, and says why in one line."""
     taken = stage.prefill.spec.side_channel_port
@@ -249,7 +249,7 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        (line,) = log.complaints(but=NIXLS_OWN)
+        line = log.only(but=NIXLS_OWN)
         assert ROWS["the prefill engine is killed during a read"].tells("500", line, "lost"), line
 
     stage.restart_prefill()
@@ -261,5 +261,5 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        (line,) = log.complaints(but=NIXLS_OWN)
+        line = log.only(but=NIXLS_OWN)
         assert ROWS["the prefill engine has restarted"].tells("500", line, "lost"), line

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -16,7 +15,6 @@ from tests.e2e.pairs import ask_unaided, post
 from tests.faults.logs import Log
 from tests.faults.stage import LEASE_RAN_OUT, Stage, assert_failed, spec
 from tests.faults.table import read_rows
-from tests.selection import chosen
 from tools.pdstack.cpu import why_no_fp8_cache
 from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
@@ -24,67 +22,66 @@ from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
+
+Stranger = Callable[[str], Engine]
 
 ROWS = read_rows()
-UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 OTHER_VERSION = SPOKEN.newest + 1
 # The one other dtype that a cache can have on CPU beside the model's own.
 NO_FP8_CACHE = why_no_fp8_cache()
-OF_THE_SAME_MODEL = {
+ANOTHER_MODEL, UPSTREAMS = "another model", "upstream's connector"
+DIFFERS = {
+    ANOTHER_MODEL: spec("other-model"),
     "a block size that does not fit": spec("block-size", "--block-size", "64"),
-    "upstream's connector": spec("upstream", module_path=UPSTREAMS),
+    UPSTREAMS: spec("upstream", module_path="vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
     "another dtype": spec("dtype", "--dtype", "bfloat16"),
     "another KV-cache dtype": spec("kv-cache-dtype", "--kv-cache-dtype", "fp8"),
 }
 
 
 @pytest.fixture(scope="module")
-def strangers(
-    request: pytest.FixtureRequest, stage: Stage, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Engine]]:
-    """Engines that differ from the healthy ones, by the fault."""
+def stranger_of(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
+    """Starts an engine that differs from the healthy ones when its fault is first acted out."""
     other = write_tiny_llama(
         tmp_path_factory.mktemp("tiny") / "other", num_layers=3, num_kv_heads=4, seed=1
     )
     run = tmp_path_factory.mktemp("strangers")
+    started: dict[str, Engine] = {}
     # Clients and routers know it by the same name.
     others = PDStack(ServedModel(other.directory, stage.model), run)
-    stack = PDStack(stage.stack.model, run)
-    wanted = {"upstream's connector", *chosen(request, "fault")}
-    specs = [(fault, each) for fault, each in OF_THE_SAME_MODEL.items() if fault in wanted]
-    with stack, others, ThreadPoolExecutor() as pool:
-        another_model = pool.submit(others.start_engines, spec("other-model"))
-        strangers = {}
-        # So many at a time as a machine of two cores starts before one of them has waited too long.
-        for pair in (specs[:2], specs[2:]):
-            engines = stack.start_engines(*(each for _, each in pair))
-            strangers |= zip((fault for fault, _ in pair), engines, strict=True)
-        strangers["another model"] = another_model.result()[0]
-        yield strangers
+    with PDStack(stage.stack.model, run) as stack, others:
+
+        def start(fault: str) -> Engine:
+            if fault not in started:
+                owner = others if fault == ANOTHER_MODEL else stack
+                (started[fault],) = owner.start_engines(DIFFERS[fault])
+            return started[fault]
+
+        yield start
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        "another model",
-        "a block size that does not fit",
+        ANOTHER_MODEL,
         # What is compared before, and in one place with the model.
-        pytest.param("another dtype", marks=pytest.mark.full),
+        pytest.param("a block size that does not fit", marks=pytest.mark.nightly),
+        pytest.param("another dtype", marks=pytest.mark.nightly),
         pytest.param(
             "another KV-cache dtype",
             marks=[
-                pytest.mark.full,
+                pytest.mark.nightly,
                 pytest.mark.skipif(bool(NO_FP8_CACHE), reason=NO_FP8_CACHE),
             ],
         ),
     ],
 )
 def test_decode_engine_that_does_not_match_is_refused(
-    stage: Stage, strangers: Mapping[str, Engine], fault: str
+    stage: Stage, stranger_of: Stranger, fault: str
 ) -> None:
     """Its client gets an error, its log one line with the remedy, and it goes on by itself."""
-    stranger, text = strangers[fault], stage.text()
+    stranger, text = stranger_of(fault), stage.text()
     logs = [Log(each.child.log_path) for each in (stranger, stage.prefill)]
     with stage.router_to(stage.prefill, stranger) as router:
         assert_failed(post(router, stage.model, text))
@@ -96,11 +93,10 @@ def test_decode_engine_that_does_not_match_is_refused(
     stage.assert_blocks_are_free(stranger)
 
 
-def test_upstreams_connector_cannot_read_from_ours(
-    stage: Stage, strangers: Mapping[str, Engine]
-) -> None:
+@pytest.mark.nightly
+def test_upstreams_connector_cannot_read_from_ours(stage: Stage, stranger_of: Stranger) -> None:
     """Its client gets an error, and our log one line; what it says itself quotes us."""
-    stranger, text = strangers["upstream's connector"], stage.text()
+    stranger, text = stranger_of(UPSTREAMS), stage.text()
     theirs, ours = (Log(each.child.log_path) for each in (stranger, stage.prefill))
     with stage.router_to(stage.prefill, stranger) as router:
         assert_failed(post(router, stage.model, text))
@@ -111,11 +107,10 @@ def test_upstreams_connector_cannot_read_from_ours(
     assert ask_unaided(stranger, stage.model, text)
 
 
-def test_ours_cannot_read_from_upstreams_connector(
-    stage: Stage, strangers: Mapping[str, Engine]
-) -> None:
+@pytest.mark.nightly
+def test_ours_cannot_read_from_upstreams_connector(stage: Stage, stranger_of: Stranger) -> None:
     """The client gets an error, the log one line with the remedy, and the other engine lives."""
-    stranger, text = strangers["upstream's connector"], stage.text()
+    stranger, text = stranger_of(UPSTREAMS), stage.text()
     theirs, log = (Log(each.child.log_path) for each in (stranger, stage.decode))
     with stage.router_to(stranger, stage.decode) as router:
         assert_failed(post(router, stage.model, text))

@@ -31,7 +31,7 @@ from tests.faults.table import read_rows
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.stack import Engine
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.e2e
 
 ROWS = read_rows()
 MORE_THAN_FIT = 4096
@@ -88,7 +88,7 @@ def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: 
     prefilled = stage.text()
     text, params = act(stage, prefilled, stage.prefilled(prefilled))
     assert answer_of(stage.decoded(text, params, stage.recomputing)) == stage.right_answer(text)
-    (line,) = recomputing_log.complaints()
+    line = recomputing_log.only()
     assert ROWS[fault].matches(line), line
     # Nobody is told of what may be another's, and vLLM's clean-up of a failed request is not heard.
     stage.abandoned += 2
@@ -134,7 +134,7 @@ def test_nobody_reads_what_was_computed_for_other_embeddings(stage: Stage) -> No
     others[PROMPT_TOKENS // 2, 0] += 1
     reply = decoded(others, params, stage.recomputing)
     assert reply.json()["choices"][0]["text"] == right_answer(others)
-    (line,) = recomputing_log.complaints()
+    line = recomputing_log.only()
     assert ROWS[fault].matches(line), line
     stage.abandoned += 2
 

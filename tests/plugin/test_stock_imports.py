@@ -106,7 +106,7 @@ def test_everything_but_a_gpu(stock_site: Path) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_name_left_alone(stock_site: Path) -> None:
     """`VLLM_PLUGINS` without the second entry point gives the name back to vLLM."""
     done = run(stock_site, "-c", PROBE, VLLM_PLUGINS="kv_reshard")

@@ -30,9 +30,9 @@ PROMPT_TOKENS = (12, 2 * BLOCK_TOKENS + 16)
 CASES = (
     Case(STAGES, ONE, reads=2),
     # What the fork's pairs decide for both: they read with the same modules.
-    pytest.param(Case(RANKS, ONE, reads=2), marks=pytest.mark.full),
-    pytest.param(Case(ONE, RANKS, reads=2), marks=pytest.mark.full),
-    pytest.param(Case(STAGES, RANKS, reads=4), marks=pytest.mark.full),
+    pytest.param(Case(RANKS, ONE, reads=2), marks=pytest.mark.nightly),
+    pytest.param(Case(ONE, RANKS, reads=2), marks=pytest.mark.nightly),
+    pytest.param(Case(STAGES, RANKS, reads=4), marks=pytest.mark.nightly),
 )
 # Stages need a first run, which eager execution leaves out: compiled, but by nothing that takes
 # minutes.

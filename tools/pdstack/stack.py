@@ -24,6 +24,8 @@ from typing import TypeVar
 
 import httpx
 
+from tools import weight
+
 from . import logs
 from .engine import (
     CoreAllocator,
@@ -245,6 +247,7 @@ class PDStack:
             return ChildProcess(spec.name, command, env, self.run_dir, spec.grace_s), port
 
         child, port = start()
+        weight.log("engine", spec.name)
         movable = spec.port is None and spec.side_channel_port is None
         engine = Engine(spec.name, start, child, port, spec.host, movable, spec=spec)
         return self._remember(engine)

@@ -10,35 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tools.pdstack.helpers import living_in, wait_until, write_fakes
-from tools.pdstack import stack
+from tests.tools.pdstack.helpers import living_in
 from tools.pdstack.engine import ServedModel
-
-FAKE_SERVER = Path(__file__).with_name("fake_server.py")
-
-
-@pytest.fixture
-def wait() -> Callable[[Callable[[], object], str], None]:
-    """Return :func:`wait_until`."""
-    return wait_until
 
 
 @pytest.fixture
 def survivors(tmp_path: Path) -> Callable[[], list[psutil.Process]]:
     """Return a function that lists what still runs somewhere below the test's directory."""
     return lambda: living_in(tmp_path)
-
-
-@pytest.fixture
-def fake_bin(tmp_path: Path) -> Path:
-    """A directory with fakes of ``vllm`` and ``vllm-router``."""
-    return write_fakes(tmp_path / "bin", FAKE_SERVER)
-
-
-@pytest.fixture
-def fake_scripts(fake_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let stacks in this process start the fakes."""
-    monkeypatch.setattr(stack, "find_script", lambda name, _=None: str(fake_bin / name))
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def cache_of(backend, layout="LBHNC", block_tokens=32) -> Cache:
         return Cache(backend, spec, layout, num_blocks=6)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_kernels_of_triton():
     """They are run by Triton's interpreter, in a process that has vLLM with it."""
     assert_passes(Path(__file__).with_name("interpreted_caches.py"))

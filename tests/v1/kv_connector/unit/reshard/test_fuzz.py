@@ -89,7 +89,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 SEED = 24
 encode = msgspec.msgpack.encode
 
-often = pytest.mark.parametrize("count", [10_000, pytest.param(300_000, marks=pytest.mark.full)])
+often = pytest.mark.parametrize("count", [10_000, pytest.param(300_000, marks=pytest.mark.nightly)])
 
 
 def mutate(random: Random, data: bytes) -> bytes:
@@ -223,7 +223,7 @@ def test_requests_to_a_side_channel(count):
     assert counters.answered + counters.refused + counters.dropped == count
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_bytes_to_a_side_channel(count):
     """A connection's, from the greeting on; whoever asks as an engine does is answered after it."""
     random = Random(SEED)
@@ -246,7 +246,7 @@ def test_bytes_to_a_side_channel(count):
         assert server.counters.breakdowns == 0
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_nixl_metadata(count):
     """Some of it ends the process that tries it. What does not ends none that loads it after that.
 

@@ -32,6 +32,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Progress,
     every_strategy,
     lost_blocks,
+    pairs_of_layouts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
     layers_of_worker,
@@ -104,7 +105,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("cached", [0, 5], ids=["nothing cached", "prefix cached"])
-@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@pairs_of_layouts(LAYOUTS, {"TP2 to TP1", "TP1 to TP2", "PP2 x TP2 to PP1"})
 @every_strategy
 def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     """Every layer's blocks arrive in its own group's blocks, and no other byte changes."""

@@ -274,7 +274,9 @@ def test_heads_are_read_out_of_it(engines, models, name, prefill, decode):
 
 
 @pytest.mark.parametrize("name", ["B12X", "ROCM_ATTN", "FlashInfer with NVFP4", "TurboQuant"])
-@pytest.mark.parametrize("engines", ["staged", "auto"], indirect=True)
+@pytest.mark.parametrize(
+    "engines", ["staged", pytest.param("auto", marks=pytest.mark.nightly)], indirect=True
+)
 def test_however_it_is_read(engines, models):
     """By way of the arena as well: of unequal ranks, whose pieces are the smallest."""
     transfer(engines("prefill", models[0], tp=3), engines("decode", models[1], tp=2))

@@ -128,7 +128,7 @@ def test_exception_is_one_requests(fleet, calls):
     sweep(fleet, calls, sample(sites, NUM_SAMPLED), unforeseen, breaks=False)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_exception_is_one_requests(fleet, calls):
     """At every call."""
     sweep(fleet, calls, sites_of(fleet, calls, breaks=False), unforeseen, breaks=False)
@@ -140,7 +140,7 @@ def test_exception_beside_a_broken_read(fleet, calls):
     sweep(fleet, calls, sites, unforeseen, breaks=True)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_exception_beside_a_broken_read(fleet, calls):
     """At every call that is made only then."""
     sweep(fleet, calls, of_broken_reads(fleet, calls), unforeseen, breaks=True)

@@ -14,6 +14,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     every_strategy,
     fill,
     lost_blocks,
+    pairs_of_layouts,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
@@ -65,7 +66,13 @@ def expanded(ids: list[int], blocks_per_id: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("engines", "kind"), WAYS.values(), ids=WAYS.keys(), indirect=["engines"])
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS.values(), ids=PAIRS.keys())
+@pairs_of_layouts(
+    PAIRS,
+    {
+        *("TP3 DCP3 to TP2 DCP2 unequally", "TP4 to TP4 DCP4 unequally", "other blocks"),
+        *("PP2 x TP2 DCP2 to PP2", "TP4 DCP4 to TP2 DCP2 by token"),
+    },
+)
 def test_every_rank_receives_its_share(engines, prefill, decode, kind):
     """However tokens are shared out at either end: a long prompt, and one that few ranks have."""
     p, d = engines("prefill", **kind, **prefill), engines("decode", **kind, **decode)

@@ -31,6 +31,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     every_strategy,
     fill,
     lost_blocks,
+    pairs_of_layouts,
     receive,
     stats_with,
     wait_until,
@@ -75,7 +76,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@pairs_of_layouts(
+    LAYOUTS,
+    {"TP1 to TP2", "TP3 to TP2, 6 heads", "PP2 x TP2 to PP3", "MLA PP2 x TP2 to TP2"},
+)
 @every_strategy
 def test_request_is_received_and_released(engines, prefill, decode):
     """The KV cache arrives in the right bytes, and every prefill worker is released once."""

@@ -327,7 +327,10 @@ def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list
 
 
 def pairs_of_layouts(layouts: Mapping[str, tuple[dict, dict]], deciding: Iterable[str]) -> Any:
-    """A parameter for each pair of layouts; those that need not decide a change are `full`.
+    """A parameter for each pair of layouts; those that need not decide a change are nightly.
+
+    Random layouts test the plan. For a kind of cache it is enough that ranks are gathered, that
+    ranks are parted, and that stages become ranks.
 
     Args:
         layouts: Those of P and of D, by name.
@@ -338,13 +341,18 @@ def pairs_of_layouts(layouts: Mapping[str, tuple[dict, dict]], deciding: Iterabl
     return pytest.mark.parametrize(
         ("prefill", "decode"),
         [
-            pytest.param(*pair, id=name, marks=() if name in deciding else pytest.mark.full)
+            pytest.param(*pair, id=name, marks=() if name in deciding else pytest.mark.nightly)
             for name, pair in layouts.items()
         ],
     )
 
 
-every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"], indirect=True)
+every_strategy = pytest.mark.parametrize(
+    "engines",
+    # Either of the two, by sizes that `test_strategy` has.
+    ["direct", "staged", pytest.param("auto", marks=pytest.mark.nightly)],
+    indirect=True,
+)
 """For tests that compare bytes: however they are read, they are the same."""
 
 

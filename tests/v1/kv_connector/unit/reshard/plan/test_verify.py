@@ -85,36 +85,37 @@ def test_right_plan_has_no_faults():
     assert verify_plan(SRC, DST, PLAN) == []
 
 
-@pytest.mark.parametrize(
-    ("broken", "fault"),
-    [
-        (replace(PLAN, reads=PLAN.reads[1:]), "head 0 of layer 0 on pp0tp0 is read 0 times"),
-        (replace(PLAN, reads=PLAN.reads * 2), "head 0 of layer 0 on pp0tp0 is read 2 times"),
-        (with_read(src_unit_offset=1), "source offset 1 holds heads"),
-        (with_read(src_unit_offset=-2), "source offset -2 holds heads"),
-        (with_read(dst_unit_offset=1), "destination offset 1 holds heads"),
-        (
-            with_read(src_rank=MeshRank(0, 1)),
-            "source offset 0 holds heads [2, 3], destination offset 0 holds heads [0, 1]",
-        ),
-        (with_read(src_rank=MeshRank(1, 0)), "source offset 0 holds heads []"),
-        (with_read(src_rank=STRANGER), "source offset 0 holds heads []"),
-        (with_read(dst_rank=STRANGER), "destination offset 0 holds heads []"),
-        (with_read(layers=(0,)), "head 0 of layer 1 on pp0tp0 is read 0 times"),
-        (with_read(units=UnitInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
-        (with_release(0), "source pp0tp0 is released by no rank"),
-        (with_release(0, MeshRank(0, 1)), "source pp0tp0 does not wait for its reader pp0tp0"),
-        (with_release(1, MeshRank(0, 0)), "source pp0tp1 does not wait for its reader pp0tp1"),
-        (with_release(0, MeshRank(0, 0), STRANGER), "source pp0tp0 waits for unknown pp9tp9"),
-        (with_release(0, MeshRank(0, 0), MeshRank(0, 0)), "source pp0tp0 counts a notifier twice"),
-        (replace(PLAN, releases=PLAN.releases[1:]), "source pp0tp0 has 0 release entries, not one"),
-        (replace(PLAN, releases=PLAN.releases * 2), "source pp0tp0 has 2 release entries, not one"),
-        (
-            replace(PLAN, releases=(*PLAN.releases, ReleaseQuorum(STRANGER, (MeshRank(0, 0),)))),
-            "release of pp9tp9, which is no source rank",
-        ),
-    ],
-)
+PLANTED = [
+    (replace(PLAN, reads=PLAN.reads[1:]), "head 0 of layer 0 on pp0tp0 is read 0 times"),
+    (replace(PLAN, reads=PLAN.reads * 2), "head 0 of layer 0 on pp0tp0 is read 2 times"),
+    (with_read(src_unit_offset=1), "source offset 1 holds heads"),
+    (with_read(src_unit_offset=-2), "source offset -2 holds heads"),
+    (with_read(dst_unit_offset=1), "destination offset 1 holds heads"),
+    (
+        with_read(src_rank=MeshRank(0, 1)),
+        "source offset 0 holds heads [2, 3], destination offset 0 holds heads [0, 1]",
+    ),
+    (with_read(src_rank=MeshRank(1, 0)), "source offset 0 holds heads []"),
+    (with_read(src_rank=STRANGER), "source offset 0 holds heads []"),
+    (with_read(dst_rank=STRANGER), "destination offset 0 holds heads []"),
+    (with_read(layers=(0,)), "head 0 of layer 1 on pp0tp0 is read 0 times"),
+    (with_read(units=UnitInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
+    (with_release(0), "source pp0tp0 is released by no rank"),
+    (with_release(0, MeshRank(0, 1)), "source pp0tp0 does not wait for its reader pp0tp0"),
+    (with_release(1, MeshRank(0, 0)), "source pp0tp1 does not wait for its reader pp0tp1"),
+    (with_release(0, MeshRank(0, 0), STRANGER), "source pp0tp0 waits for unknown pp9tp9"),
+    (with_release(0, MeshRank(0, 0), MeshRank(0, 0)), "source pp0tp0 counts a notifier twice"),
+    (replace(PLAN, releases=PLAN.releases[1:]), "source pp0tp0 has 0 release entries, not one"),
+    (replace(PLAN, releases=PLAN.releases * 2), "source pp0tp0 has 2 release entries, not one"),
+    (
+        replace(PLAN, releases=(*PLAN.releases, ReleaseQuorum(STRANGER, (MeshRank(0, 0),)))),
+        "release of pp9tp9, which is no source rank",
+    ),
+]
+"""Broken plans, and what the checker says of each."""
+
+
+@pytest.mark.parametrize(("broken", "fault"), PLANTED)
 def test_fault_is_found_and_named(broken, fault):
     """Each way to break a plan is reported in a readable line."""
     faults = verify_plan(SRC, DST, broken)

@@ -305,46 +305,47 @@ WEIGHTS = {
 """What has to happen often for a defect to show within some dozens of schedules."""
 
 
-@pytest.mark.parametrize(
-    ("plant", "fault"),
-    [
-        (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory|may write"),
-        (spans_are_free_once_nixl_says_failed, "lands in memory of|may write"),
-        (requests_are_quiet_once_given_up, "may be written|lands in memory|may write|forgets"),
-        (leases_are_not_looked_up, "other bytes"),
-        (leases_are_not_struck_out, "other bytes"),
-        (every_notification_is_believed, "its lease has not run out"),
-        (every_secret_is_believed, "its lease has not run out"),
-        (leases_run_while_a_machine_stands_still, "its lease has not run out"),
-        (connections_drain_for_ever, "is not over"),
-        (connections_are_not_retired, "is not over"),
-        (
-            agents_outlive_their_lanes,
-            "may be written|lands in memory|may write|left open|still open",
-        ),
-        (neighbours_are_quiet_once_their_lane_is_retired, "may be written|lands in memory"),
-        (lanes_end_with_the_first_of_their_connections, "which others read with"),
-        (deadlines_are_missed, "in its time"),
-        (steps_in_flight_are_not_waited_for, "who writes there|may be written"),
-        (steps_are_over_before_they_are_computed, "who writes there|may be written"),
-        (
-            copies_are_made_once_they_are_launched,
-            "may be written|may write|is made into memory|other bytes",
-        ),
-        (threads_keep_the_first_device, "registers memory from a thread of another device"),
-        (reading_thread_keeps_the_first_device, "reads from a thread of another device"),
-        (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
-        (lookups_that_nobody_wants_break_nothing_off, "is not over"),
-        (peers_are_never_due, "is not over"),
-        (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
-        (backlog_is_forgotten, "sleeps though"),
-        (looks_at_boards_have_no_end, "is not over"),
-        (clients_that_leave_are_not_heard_of, "in its time|is not over"),
-        (attempts_are_not_compared, "other bytes"),
-        (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),
-        (steps_are_told_of_before_they_are_over, "other bytes"),
-    ],
-)
+PLANTED = [
+    (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory|may write"),
+    (spans_are_free_once_nixl_says_failed, "lands in memory of|may write"),
+    (requests_are_quiet_once_given_up, "may be written|lands in memory|may write|forgets"),
+    (leases_are_not_looked_up, "other bytes"),
+    (leases_are_not_struck_out, "other bytes"),
+    (every_notification_is_believed, "its lease has not run out"),
+    (every_secret_is_believed, "its lease has not run out"),
+    (leases_run_while_a_machine_stands_still, "its lease has not run out"),
+    (connections_drain_for_ever, "is not over"),
+    (connections_are_not_retired, "is not over"),
+    (
+        agents_outlive_their_lanes,
+        "may be written|lands in memory|may write|left open|still open",
+    ),
+    (neighbours_are_quiet_once_their_lane_is_retired, "may be written|lands in memory"),
+    (lanes_end_with_the_first_of_their_connections, "which others read with"),
+    (deadlines_are_missed, "in its time"),
+    (steps_in_flight_are_not_waited_for, "who writes there|may be written"),
+    (steps_are_over_before_they_are_computed, "who writes there|may be written"),
+    (
+        copies_are_made_once_they_are_launched,
+        "may be written|may write|is made into memory|other bytes",
+    ),
+    (threads_keep_the_first_device, "registers memory from a thread of another device"),
+    (reading_thread_keeps_the_first_device, "reads from a thread of another device"),
+    (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
+    (lookups_that_nobody_wants_break_nothing_off, "is not over"),
+    (peers_are_never_due, "is not over"),
+    (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
+    (backlog_is_forgotten, "sleeps though"),
+    (looks_at_boards_have_no_end, "is not over"),
+    (clients_that_leave_are_not_heard_of, "in its time|is not over"),
+    (attempts_are_not_compared, "other bytes"),
+    (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),
+    (steps_are_told_of_before_they_are_over, "other bytes"),
+]
+"""Each defect, and what the violation that it leads to says."""
+
+
+@pytest.mark.parametrize(("plant", "fault"), PLANTED)
 def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):
     """And not by some other complaint than what it is about."""
     plant(monkeypatch)

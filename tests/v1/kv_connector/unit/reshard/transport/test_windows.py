@@ -7,10 +7,9 @@ kernel's where that one wants smaller ones.
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.transport.remotes import OFFER
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
@@ -42,8 +41,6 @@ NUM_HEADS = 2
 NUM_BLOCK_IDS = 1 << 10
 ENGINE = RemoteEngineAddress("engine", "127.0.0.1", 1)
 SHARDS = shard_model(ParallelMesh(1, 1), 1, NUM_HEADS)
-KERNELS = list(product((8, 16, 24, 32), (1, 2, 4)))
-"""Tokens in a block of the kernel's, and how many of these a block id stands for."""
 
 
 def cache(kernel: tuple[int, int]) -> RankCache:
@@ -82,8 +79,12 @@ def request(num_tokens: int, src_tokens: int, dst_tokens: int) -> Receive:
     return Receive(ENGINE, "r", [local], [remote], num_tokens, num_tokens, OFFER)
 
 
-@pytest.mark.parametrize("dst", KERNELS, ids=str)
-@pytest.mark.parametrize("src", KERNELS, ids=str)
+kernels = st.tuples(st.sampled_from((8, 16, 24, 32)), st.sampled_from((1, 2, 4)))
+"""Tokens in a block of the kernel's, and how many of these a block id stands for."""
+
+
+@settings(max_examples=60)
+@given(src=kernels, dst=kernels)
 def test_handshake_accepts_what_requests_can_read(src, dst):
     """Engines are a pair where every length of prompt is read, and are refused where one is not."""
     src_tokens, dst_tokens = src[0] * src[1], dst[0] * dst[1]
