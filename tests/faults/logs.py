@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections import Counter
+
+from tools.pdstack.stack import Engine
 
 _LINE = re.compile(
     r"(?:\(\w+[^)]*\bpid=\d+\) )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)"
@@ -23,12 +25,13 @@ class Log:
     """A log, from now on.
 
     Args:
-        path: where it is.
+        engine: whose log. What each of its workers says once counts as one line.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset_bytes = path.stat().st_size
+    def __init__(self, engine: Engine) -> None:
+        self._path = engine.child.log_path
+        self._num_workers = engine.spec.layout.world_size
+        self._offset_bytes = self._path.stat().st_size
 
     def complaints(self, *, but: str | None = None) -> list[str]:
         """Return what is no matter of course: warnings, errors, and lines without a level.
@@ -41,18 +44,13 @@ class Log:
         with self._path.open("rb") as log:
             log.seek(self._offset_bytes)
             lines = log.read().decode(errors="replace").splitlines()
-        complaints = [text for text in map(_complaint, lines) if text]
-        return [text for text in complaints if but is None or but not in text]
-
-    def only(self, *, but: str | None = None) -> str:
-        """Return the one complaint, which each worker of an engine may have written once.
-
-        Args:
-            but: leave out what contains these words, too.
-        """
-        lines = self.complaints(but=but)
-        assert len(set(lines)) == 1, lines
-        return lines[0]
+        counts = Counter(text for text in map(_complaint, lines) if text)
+        return [
+            text
+            for text, count in counts.items()
+            if but is None or but not in text
+            for _ in range(-(-count // self._num_workers))
+        ]
 
     def find(self, words: str) -> list[str]:
         """Return the complaints that contain some words."""

@@ -154,7 +154,7 @@ class Stage:
     def __post_init__(self) -> None:
         self._labels = map(str, itertools.count())
         self._pool = ThreadPoolExecutor(8)
-        self.prefill_log = Log(self.prefill.child.log_path)
+        self.prefill_log = Log(self.prefill)
 
     @property
     def model(self) -> str:
@@ -251,7 +251,7 @@ class Stage:
         """Start the prefill engine anew where others look for it, after it was killed."""
         self.prefill = self._restart(self.prefill)
         # What the one before held was lost with it.
-        self.abandoned, self.prefill_log = 0, Log(self.prefill.child.log_path)
+        self.abandoned, self.prefill_log = 0, Log(self.prefill)
         self._replace_router()
 
     def _restart(self, engine: Engine) -> Engine:

@@ -131,7 +131,7 @@ def test_host_that_is_cut_off_before_the_first_handshake(far: Stage, network: Ne
     """A request fails when the handshake has had its time, and others are served meanwhile."""
     text, other = far.text(), far.text()
     params = far.prefilled(text)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     with network.link(DECODE, outward=CUT, inward=CUT):
         reply = far.being_decoded(text, params)
         assert ask_unaided(far.decode, far.model, other)
@@ -146,7 +146,7 @@ def test_host_that_is_cut_off_during_a_read(far: Stage, network: Network) -> Non
     far.assert_serving()
     text, other = far.text(), far.text()
     params = far.prefilled(text)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     with network.link(SECOND, outward=SLOW):
         sent_before = network.bytes_sent(SECOND)
         reply = far.being_decoded(text, params)
@@ -167,7 +167,7 @@ def test_workers_that_hang_cost_a_request_its_time(far: Stage) -> None:
     far.assert_serving()
     text, other, after = far.text(), far.text(), far.text()
     right, params = far.right_answer(after), far.prefilled(text)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     with hung(far.prefill):
         reply = far.being_decoded(text, params)
         assert ask_unaided(far.decode, far.model, other)
@@ -184,7 +184,7 @@ def test_slow_link_costs_time_only(far: Stage, network: Network) -> None:
     far.assert_serving()
     text = far.text()
     right, params = far.right_answer(text), far.prefilled(text)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     with network.link(SECOND, outward=SLOW):
         reply = far.decoded(text, params)
     assert answer_of(reply) == right
@@ -198,7 +198,7 @@ def test_lossy_link_costs_time_only(far: Stage, network: Network) -> None:
     """One packet of twenty is lost, both ways: TCP sends it again."""
     far.assert_serving()
     lossy = Link(lost=0.05)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     for _ in range(4):
         text = far.text()
         right, params = far.right_answer(text), far.prefilled(text)
@@ -225,7 +225,7 @@ def test_packets_that_are_lost(
     far.assert_serving()
     text, other = far.text(), far.text()
     params = far.prefilled(text)
-    log = Log(far.decode.child.log_path)
+    log = Log(far.decode)
     with network.link(SECOND, **links):
         reply = far.being_decoded(text, params)
         assert ask_unaided(far.decode, far.model, other)
@@ -241,7 +241,7 @@ def test_large_packets_that_are_lost_before_the_first_handshake(
     """The connection opens, and the answer does not come; the request is computed."""
     text = far.text()
     right, params = far.right_answer(text), far.prefilled(text)
-    log = Log(recomputing.child.log_path)
+    log = Log(recomputing)
     with network.link(HEAD, outward=SMALL):
         assert answer_of(far.decoded(text, params, recomputing)) == right
     (line,) = log.complaints()
@@ -257,7 +257,7 @@ def test_host_that_is_cut_off_during_a_read_that_is_computed(
     far.connect(recomputing)
     text = far.text()
     right, params = far.right_answer(text), far.prefilled(text)
-    log = Log(recomputing.child.log_path)
+    log = Log(recomputing)
     with network.link(SECOND, outward=SLOW):
         sent_before = network.bytes_sent(SECOND)
         reply = far.being_decoded(text, params, recomputing)

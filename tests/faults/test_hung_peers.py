@@ -71,7 +71,7 @@ def test_hung_prefill_engine_costs_its_requests_in_time(
         answer_of(stage.decoded(before, prefilled(stage, prefill, before), decode))
     right = stage.right_answer(after)
     params = prefilled(stage, prefill, text)
-    log = Log(decode.child.log_path)
+    log = Log(decode)
     with hung(prefill):
         reply = stage.being_decoded(text, params, decode)
         assert ask_unaided(decode, stage.model, other)
@@ -99,7 +99,7 @@ def test_machine_that_stands_still_costs_nothing(stage: Stage) -> None:
     text, other = stage.text(), stage.text()
     right = stage.right_answer(text)
     params = stage.prefilled(text)
-    log = Log(stage.prefill.child.log_path)
+    log = Log(stage.prefill)
     with stopped(stage.prefill), stopped(stage.decode):
         goes_on_at_s = time.monotonic() + LEASE_S + 2.0
         wait_until(lambda: time.monotonic() > goes_on_at_s, "the end of a lease", 2 * LEASE_S)

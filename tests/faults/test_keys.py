@@ -83,36 +83,43 @@ def test_engines_without_each_others_key_learn_nothing(
     stage: Stage, keyed: Engine, port_of_another_key: int
 ) -> None:
     """Each client gets an error, logs one line with the remedy, and engines go on by themselves."""
-    text, log, keyed_log = stage.text(), *(Log(e.child.log_path) for e in (stage.decode, keyed))
-    params = stage.prefilled(text)
-    stage.abandoned += 1
+    log, keyed_log = Log(stage.decode), Log(keyed)
+    # None of them has the text of another: what an engine has computed, it does not read.
+    at_keyed, at_prefill, elsewhere = (stage.text() for _ in range(3))
+    elsewhere_params = {**stage.prefilled(elsewhere), "remote_port": port_of_another_key}
     asked = {
         "no side_channel_key_file, where the other engine has one": (
-            prefilled(stage, keyed, text),
+            at_keyed,
+            prefilled(stage, keyed, at_keyed),
             stage.decode,
         ),
-        "an impostor without the decode engine's key": (params, keyed),
-        "another side_channel_key_file": ({**params, "remote_port": port_of_another_key}, keyed),
+        "an impostor without the decode engine's key": (
+            at_prefill,
+            stage.prefilled(at_prefill),
+            keyed,
+        ),
+        "another side_channel_key_file": (elsewhere, elsewhere_params, keyed),
     }
+    stage.abandoned += 2
     # Each takes as long as a handshake may.
-    replies = [stage.being_decoded(text, *each) for each in asked.values()]
+    replies = [stage.being_decoded(*each) for each in asked.values()]
     for reply in replies:
         assert_failed(reply.result(HANDSHAKE_LIMIT_S + SLACK_S))
     lines = [*log.complaints(), *keyed_log.find("Handshake with engine")]
-    for fault, (named, _) in asked.items():
+    for fault, (_, named, _) in asked.items():
         address = "{remote_host}:{remote_port}".format(**named)
         (line,) = (each for each in lines if f" at {address} failed" in each)
         assert ROWS[fault].tells("500", line, "lease"), line
     (line,) = keyed_log.find("somebody without this engine's key")
     assert ROWS["a decode engine without the prefill engine's key"].tells("500", line, "lease")
-    assert ask_unaided(keyed, stage.model, text)
+    assert ask_unaided(keyed, stage.model, stage.text())
 
 
 def test_host_outside_of_the_trusted_networks_is_not_asked(stage: Stage, keyed: Engine) -> None:
     """The request fails as one with malformed parameters does."""
     text = stage.text()
     params = prefilled(stage, keyed, text)
-    log = Log(keyed.child.log_path)
+    log = Log(keyed)
     elsewhere = {**params, "remote_host": "127.0.0.2"}
     assert_failed(post(keyed, stage.model, text, kv_transfer_params=elsewhere))
     (line,) = log.complaints(but=LEASE_RAN_OUT)

@@ -45,7 +45,7 @@ def test_step_of_two_leases_costs_none(stage: Stage, decode: Engine, tmp_path: P
     """The blocks of a request that waits meanwhile are held: its lease is renewed without steps."""
     text, before = stage.text(), stage.text()
     right = stage.right_answer(text)
-    log, freed = Log(decode.child.log_path), len(stage.prefill_log.find(LEASE_RAN_OUT))
+    log, freed = Log(decode), len(stage.prefill_log.find(LEASE_RAN_OUT))
     expired = stage.prefill.nixl_counters().expired_requests
     # One that runs, so that the next has to wait while steps go on.
     busy = stage.in_background(

@@ -142,7 +142,7 @@ def test_router_that_is_killed_between_its_engines(
 
 def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
     """They fail in bounded time, others are served meanwhile, and each is told in one line."""
-    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+    log, recomputing_log = (Log(each) for each in (stage.decode, stage.recomputing))
     with silent_listener() as silent_port, full_listener() as full_port:
         nobody = {"remote_port": PortAllocator().take()}
         wrong = {
@@ -178,7 +178,7 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
         address = "{remote_host}:{remote_port}".format(**params)
         (line,) = (each for each in lines if f" at {address} failed" in each)
         assert ROWS[fault].tells("500", line, "lease"), line
-    line = recomputing_log.only()
+    (line,) = recomputing_log.complaints()
     assert ROWS["nothing listens at the port"].matches(line)
 
 
@@ -208,7 +208,7 @@ def test_taken_port_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> Non
 def test_decode_engine_that_is_killed_during_a_read(stage: Stage) -> None:
     """The client loses its connection, the prefill engine frees the blocks, a new one serves."""
     text = stage.text()
-    log = Log(stage.prefill.child.log_path)
+    log = Log(stage.prefill)
     params = stage.prefilled(text)
     with stopped(stage.prefill):
         reply = stage.being_decoded(text, params)
@@ -235,7 +235,7 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     right = [stage.right_answer(text) for text in texts]
     stage.connect(stage.recomputing)
     params = [stage.prefilled(text) for text in texts]
-    logs = [Log(each.child.log_path) for each in readers]
+    logs = [Log(each) for each in readers]
     replies: list[Future[httpx.Response]] = []
     with ExitStack() as until_killed:
         until_killed.enter_context(stopped(stage.prefill))
@@ -249,11 +249,11 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        line = log.only(but=NIXLS_OWN)
+        (line,) = log.complaints(but=NIXLS_OWN)
         assert ROWS["the prefill engine is killed during a read"].tells("500", line, "lost"), line
 
     stage.restart_prefill()
-    logs = [Log(each.child.log_path) for each in readers]
+    logs = [Log(each) for each in readers]
     failed, recomputed = (
         stage.decoded(text, each, reader)
         for text, each, reader in zip(texts, params, readers, strict=True)
@@ -261,5 +261,5 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        line = log.only(but=NIXLS_OWN)
+        (line,) = log.complaints(but=NIXLS_OWN)
         assert ROWS["the prefill engine has restarted"].tells("500", line, "lost"), line

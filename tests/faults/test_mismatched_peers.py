@@ -82,7 +82,7 @@ def test_decode_engine_that_does_not_match_is_refused(
 ) -> None:
     """Its client gets an error, its log one line with the remedy, and it goes on by itself."""
     stranger, text = stranger_of(fault), stage.text()
-    logs = [Log(each.child.log_path) for each in (stranger, stage.prefill)]
+    logs = [Log(each) for each in (stranger, stage.prefill)]
     with stage.router_to(stage.prefill, stranger) as router:
         assert_failed(post(router, stage.model, text))
     stage.abandoned += 1
@@ -97,7 +97,7 @@ def test_decode_engine_that_does_not_match_is_refused(
 def test_upstreams_connector_cannot_read_from_ours(stage: Stage, stranger_of: Stranger) -> None:
     """Its client gets an error, and our log one line; what it says itself quotes us."""
     stranger, text = stranger_of(UPSTREAMS), stage.text()
-    theirs, ours = (Log(each.child.log_path) for each in (stranger, stage.prefill))
+    theirs, ours = (Log(each) for each in (stranger, stage.prefill))
     with stage.router_to(stage.prefill, stranger) as router:
         assert_failed(post(router, stage.model, text))
     stage.abandoned += 1
@@ -111,7 +111,7 @@ def test_upstreams_connector_cannot_read_from_ours(stage: Stage, stranger_of: St
 def test_ours_cannot_read_from_upstreams_connector(stage: Stage, stranger_of: Stranger) -> None:
     """The client gets an error, the log one line with the remedy, and the other engine lives."""
     stranger, text = stranger_of(UPSTREAMS), stage.text()
-    theirs, log = (Log(each.child.log_path) for each in (stranger, stage.decode))
+    theirs, log = (Log(each) for each in (stranger, stage.decode))
     with stage.router_to(stranger, stage.decode) as router:
         assert_failed(post(router, stage.model, text))
     (line,) = log.complaints()
@@ -152,7 +152,7 @@ def test_another_version_is_not_read_from(stage: Stage) -> None:
     text = stage.text()
     params = stage.prefilled(text)
     stage.abandoned += 1
-    log = Log(stage.decode.child.log_path)
+    log = Log(stage.decode)
     with side_channel_of_another_version() as port:
         assert_failed(stage.decoded(text, {**params, "remote_port": port}))
     (line,) = log.complaints()
@@ -163,7 +163,7 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
     """It is told what this engine speaks, and the log has one line."""
     params = stage.prefilled(stage.text())
     stage.abandoned += 1
-    log = Log(stage.prefill.child.log_path)
+    log = Log(stage.prefill)
     with zmq.Context() as context, context.socket(zmq.REQ) as client:
         client.linger = 0
         client.connect(f"tcp://{HOST}:{params['remote_port']}")

@@ -78,7 +78,7 @@ FAULTS = {
 def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: str) -> None:
     """The request fails and says why, or is computed."""
     act: Callable[[Stage, str, Params], Asked] = FAULTS[fault]
-    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+    log, recomputing_log = (Log(each) for each in (stage.decode, stage.recomputing))
     prefilled = stage.text()
     text, params = act(stage, prefilled, stage.prefilled(prefilled))
     assert_failed(stage.decoded(text, params))
@@ -88,7 +88,7 @@ def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: 
     prefilled = stage.text()
     text, params = act(stage, prefilled, stage.prefilled(prefilled))
     assert answer_of(stage.decoded(text, params, stage.recomputing)) == stage.right_answer(text)
-    line = recomputing_log.only()
+    (line,) = recomputing_log.complaints()
     assert ROWS[fault].matches(line), line
     # Nobody is told of what may be another's, and vLLM's clean-up of a failed request is not heard.
     stage.abandoned += 2
@@ -97,7 +97,7 @@ def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: 
 def test_nobody_reads_what_was_computed_for_other_embeddings(stage: Stage) -> None:
     """One number of one row is another; the same rows are read."""
     fault, served = "a prompt given as other embeddings", stage.stack.model
-    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+    log, recomputing_log = (Log(each) for each in (stage.decode, stage.recomputing))
 
     def prefilled(rows: torch.Tensor) -> Params:
         what_for = {"do_remote_decode": True}
@@ -134,7 +134,7 @@ def test_nobody_reads_what_was_computed_for_other_embeddings(stage: Stage) -> No
     others[PROMPT_TOKENS // 2, 0] += 1
     reply = decoded(others, params, stage.recomputing)
     assert reply.json()["choices"][0]["text"] == right_answer(others)
-    line = recomputing_log.only()
+    (line,) = recomputing_log.complaints()
     assert ROWS[fault].matches(line), line
     stage.abandoned += 2
 

@@ -343,6 +343,8 @@ def test_models_leave_writing_to_what_they_derive_from(module, backend, parent, 
     assert module in {place for place, _ in cache_formats._STORE_AS_THEIR_PARENTS}
 
 
+# More than a minute of a core, and of concern to `cache_formats` only.
+@pytest.mark.nightly
 def test_kernels_of_triton():
     """They are run by Triton's interpreter, in a process that has vLLM with it."""
     names = "interpreted_writers.py", "interpreted_indexers.py"

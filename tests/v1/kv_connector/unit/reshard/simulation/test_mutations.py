@@ -46,7 +46,7 @@ MAX_SCHEDULES = 3000
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def quiet() -> Iterator[None]:
     """Nothing is logged of what goes wrong on purpose."""
     with simulated():

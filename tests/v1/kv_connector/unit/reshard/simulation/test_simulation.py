@@ -25,7 +25,7 @@ NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", NUM_SCHEDULES_OF_MAKE_TE
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def quiet() -> Iterator[None]:
     """Nothing is logged of what goes wrong on purpose."""
     with simulated():

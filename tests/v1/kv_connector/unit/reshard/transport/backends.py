@@ -11,9 +11,10 @@ import pytest
 
 BACKENDS = ["UCX", "LIBFABRIC"]
 
+# Without vLLM, which would take seconds to import.
 _TRIES = """
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
-NixlAgent("try", backends=["{backend}"]).close()
+from nixl._api import nixl_agent, nixl_agent_config
+nixl_agent("try", nixl_agent_config(backends=["{backend}"]))
 """
 
 
