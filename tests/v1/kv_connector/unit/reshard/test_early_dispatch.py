@@ -287,7 +287,7 @@ def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock, wat
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("names", ["nothing", "the same"])
+@pytest.mark.parametrize("names", [pytest.param("nothing", marks=pytest.mark.nightly), "the same"])
 def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, policy, names, clock):
     """What was read is the former engine's; its follower may well know a request of that name."""
     p, d = pair(decode={"clock": clock}, policy=policy)

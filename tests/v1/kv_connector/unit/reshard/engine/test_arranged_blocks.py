@@ -40,7 +40,7 @@ from tests.v1.kv_connector.unit.reshard.engine.models import (
     transfer,
 )
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import bare
-from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Progress, pairs_of_layouts
+from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Progress, kinds_in_layouts
 from tests.v1.kv_connector.unit.reshard.forms import backend_of
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     cache_formats,
@@ -265,8 +265,7 @@ def test_slots_of_minimax_m3_are_where_the_release_has_them():
     assert "return kv_cache[:, 0::2], kv_cache[:, 1::2]" in function.partition("\ndef ")[0]
 
 
-@pairs_of_layouts(LAYOUTS, {"TP3 to TP2", "PP2 to TP2"})
-@pytest.mark.parametrize("name", KINDS)
+@kinds_in_layouts("name", {name: name for name in KINDS}, LAYOUTS, ["TP3 to TP2", "PP2 to TP2"])
 def test_heads_are_read_out_of_it(engines, models, name, prefill, decode):
     """Every byte of ranks that gather and part, and of stages, and no other, by their format."""
     transfer(engines("prefill", models[0], **prefill), engines("decode", models[1], **decode))

@@ -26,7 +26,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
     Progress,
     every_strategy,
-    pairs_of_layouts,
+    kinds_in_layouts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
@@ -87,8 +87,7 @@ def engines(request):
 
 
 # Ranks that gather, and ranks and stages that part.
-@pairs_of_layouts(LAYOUTS, {"TP4 to TP2", "PP2 x TP2 to TP4"})
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@kinds_in_layouts("model", MODELS, LAYOUTS, ["TP4 to TP2", "TP1 to TP2", "PP2 x TP2 to TP4"])
 def test_every_layer_is_read_by_its_own_heads(engines, model, prefill, decode):
     """Every byte that belongs here arrives, and no other changes."""
     drafts = "eagle" if model.draft else ""

@@ -8,7 +8,7 @@ Every worker has its own KV cache, agent and ledgers; what vLLM's engine would d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -345,6 +345,39 @@ def pairs_of_layouts(layouts: Mapping[str, tuple[dict, dict]], deciding: Iterabl
             for name, pair in layouts.items()
         ],
     )
+
+
+_PARAM = type(pytest.param())
+
+
+def kinds_in_layouts(
+    name: str,
+    kinds: Mapping[str, Any],
+    layouts: Mapping[str, tuple[dict, dict]],
+    deciding: Sequence[str],
+) -> Any:
+    """A parameter for each kind of cache in each pair of layouts.
+
+    The first kind decides a change in all layouts that decide, and the others take turns in them.
+
+    Args:
+        name: That of the parameter.
+        kinds: Its values, by their names.
+        layouts: Those of P and of D, by name.
+        deciding: The names of those that decide.
+    """
+    cases = []
+    for number, (kind, value) in enumerate(kinds.items()):
+        decides = set(deciding if not number else [deciding[number % len(deciding)]])
+        assert decides <= {*layouts}
+        for layout, pair in layouts.items():
+            values, marks = (
+                (value.values, value.marks) if isinstance(value, _PARAM) else ((value,), ())
+            )
+            if layout not in decides:
+                marks = (*marks, pytest.mark.nightly)
+            cases.append(pytest.param(*values, *pair, id=f"{kind}-{layout}", marks=marks))
+    return pytest.mark.parametrize((name, "prefill", "decode"), cases)
 
 
 every_strategy = pytest.mark.parametrize(

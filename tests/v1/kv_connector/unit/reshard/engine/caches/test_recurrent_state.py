@@ -36,7 +36,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     every_strategy,
-    pairs_of_layouts,
+    kinds_in_layouts,
     stats_with,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
@@ -386,8 +386,7 @@ def transfer(p: HybridEngine, d: HybridEngine) -> None:
 
 
 # Ranks that gather, ranks and stages that part, and stages that are filled.
-@pairs_of_layouts(LAYOUTS, {"TP4 to TP2", "PP2 x TP2 to TP4", "TP2 to PP2"})
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+@kinds_in_layouts("family", FAMILIES, LAYOUTS, ["TP4 to TP2", "PP2 x TP2 to TP4", "TP2 to PP2"])
 def test_state_is_read_component_by_component(engines, family, prefill, decode):
     """Every byte that belongs here arrives, among pages of a KV cache, and no other changes."""
     transfer(engines("prefill", family, **prefill), engines("decode", family, **decode))

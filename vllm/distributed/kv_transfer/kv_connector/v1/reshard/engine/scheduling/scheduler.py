@@ -161,9 +161,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Log where other engines ask this one what it is, and what they are told."""
         config, settings = self.vllm_config.parallel_config, self._settings
         sizes = {
-            "DP": config.data_parallel_size,
-            "DCP": config.decode_context_parallel_size,
-            "PCP": config.prefill_context_parallel_size,
+            ", DP %d": config.data_parallel_size,
+            ", DCP %d": config.decode_context_parallel_size,
+            ", PCP %d": config.prefill_context_parallel_size,
         }
         logger.info(
             "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s%s.%s",
@@ -172,7 +172,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             port,
             config.tensor_parallel_size,
             config.pipeline_parallel_size,
-            "".join(f", {name} {size}" for name, size in sizes.items() if size > 1),
+            one_line("".join(text % size for text, size in sizes.items() if size > 1)),
             one_line(" ".join(settings.backends)),
             f", {settings.lanes()} lanes" if reads else "",
             _ASK_UCX if "UCX" in settings.backends else "",
