@@ -52,7 +52,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import handshake_client
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import handshake_client, zmtp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
 )
@@ -309,7 +309,7 @@ class TestConnections:
 
         with serving() as server, asking() as client:
             with monkeypatch.context() as patch:
-                patch.setattr(handshake_client, "bind_privately", refuse)
+                patch.setattr(zmtp, "_joined", refuse)
                 failed = client.request(engine_at(server.port), FACTORS)
                 with pytest.raises(
                     RemoteUnreachableError, match=r"broke off .*Too many open files"

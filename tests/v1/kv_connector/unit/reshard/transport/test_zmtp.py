@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import zmq
@@ -25,9 +25,9 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     open_socket,
     wait_until,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import zmtp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.zmtp import (
     Allowance,
-    bind_privately,
     first_of,
     relay_all,
 )
@@ -45,9 +45,7 @@ def relaying(
         port = listener.getsockname()[1]
         loop = asyncio.new_event_loop()
         with listener, ThreadPoolExecutor(1) as pool:
-            relays = relay_all(
-                listener, bind_privately(router), allowance, max_connections, max_age_s
-            )
+            relays = relay_all(listener, router, allowance, max_connections, max_age_s)
             task = loop.create_task(relays)
             pool.submit(loop.run_until_complete, asyncio.wait([task]))
             try:
@@ -101,9 +99,13 @@ def test_frames_beyond_the_allowance_end_the_connection(frame, num_taken):
             assert router.recv_multipart()[1:] == [b"", b"question"]
 
 
-def test_oldest_connection_makes_room():
-    """A stranger that keeps lines open keeps nobody out."""
-    with relaying(max_connections=2) as (router, port), contextlib.ExitStack() as kept:
+def test_oldest_connection_of_the_crowd_makes_room():
+    """A stranger that keeps lines open keeps nobody out, and pays for whoever comes."""
+    with relaying(max_connections=3) as (router, port), contextlib.ExitStack() as kept:
+        elsewhere = kept.enter_context(
+            socket.create_connection((HOST, port), source_address=("127.0.0.2", 0))
+        )
+        greet(elsewhere, "REQ")
         first, second = (
             kept.enter_context(socket.create_connection((HOST, port))) for _ in range(2)
         )
@@ -113,8 +115,9 @@ def test_oldest_connection_makes_room():
             other.send(b"question")
             assert router.recv_multipart()[1:] == [b"", b"question"]
             assert is_closed(first)
-            second.sendall(b"\x01\x00\x00\x01x")
-            assert router.recv_multipart()[1:] == [b"", b"x"]
+            for peer in (elsewhere, second):
+                peer.sendall(b"\x01\x00\x00\x01x")
+                assert router.recv_multipart()[1:] == [b"", b"x"]
 
 
 def test_connections_have_an_end():
@@ -148,24 +151,82 @@ def test_close_gives_all_back():
     wait_until(lambda: num_descriptors() <= before)
 
 
+def test_strangers_that_only_connect_are_none_of_zeromqs():
+    """Whoever has not begun as an engine does costs one descriptor, and no socket of ZeroMQ's."""
+    with relaying() as (router, port), contextlib.ExitStack() as kept:
+        before = num_descriptors()
+        for _ in range(5):
+            kept.enter_context(socket.create_connection((HOST, port)))
+        with open_socket(zmq.REQ, port) as other:
+            other.send(b"question")
+            assert router.recv_multipart()[1:] == [b"", b"question"]
+        # Both ends of each are in this process.
+        wait_until(lambda: num_descriptors() <= before + 2 * 5)
+
+
+_WITHOUT_DESCRIPTORS = f"""
+import asyncio, os, resource, socket, zmq
+from {relay_all.__module__} import Allowance, relay_all
+
+def leave(number):
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    while (last := os.dup(0)) < highest:
+        pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(last, highest) + 1 + number, 4096))
+
+async def main():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        listener = socket.create_server(("127.0.0.1", 0))
+        relays = asyncio.create_task(relay_all(listener, router, Allowance(8, 1000), 64, 60.0))
+        await asyncio.sleep(0)
+        for number in range(6):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+            # They wait to be accepted until this task does.
+            peers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+            for peer in peers:
+                peer.sendall(bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0]))
+            leave(number)
+            await asyncio.sleep(0.3)
+        relays.cancel()
+        await asyncio.wait([relays])
+
+asyncio.run(main())
+print("lives")
+"""
+
+
+def test_process_without_descriptors_lives():
+    """However few are left: ZeroMQ would end it where it listens, and finds none to accept with."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "lives\n", (ended.returncode, ended.stderr)
+
+
 def test_no_other_process_gets_between():
-    """The way from the relay to ZeroMQ is closed to all but this process."""
+    """The way from ZeroMQ to the relay is closed to all but this process."""
     program = (
         "import socket, sys\n"
         "s = socket.socket(socket.AF_UNIX)\n"
         "s.connect(chr(0) + sys.argv[1])\n"
+        "print('connected', flush=True)\n"
         "s.settimeout(20)\n"
         "sys.exit(len(s.recv(64)))"
     )
-    with open_socket(zmq.ROUTER) as router:
-        name = bind_privately(router)
-        assert f"@{name}" in Path("/proc/net/unix").read_text()
+    name = f"test-{uuid.uuid4()}"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as ours:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.setblocking(False)
         command = [sys.executable, "-c", program, name]
-        assert subprocess.run(command, check=False, timeout=60).returncode == 0
-        with socket.socket(socket.AF_UNIX) as ours:
-            ours.settimeout(DEADLINE_S)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout.readline() == "connected\n"
             ours.connect(f"\0{name}")
-            assert ours.recv(1) == b"\xff"
+            with asyncio.run(zmtp._accept_own(listener)) as accepted:
+                accepted.sendall(b"x")
+            assert ours.recv(1) == b"x"
+        assert stranger.returncode == 0
 
 
 class TestFirstOf:

@@ -47,7 +47,6 @@ from .zmtp import (
     FRAME_OVERHEAD_BYTES,
     Allowance,
     ProtocolError,
-    bind_privately,
     cancel_all,
     first_of,
     relay,
@@ -429,7 +428,7 @@ class HandshakeClient:
                 client.maxmsgsize = self._bounds.max_frame_bytes + FRAME_OVERHEAD_BYTES
                 if self._key is not None:
                     self._key.configure_client(client)
-                passing = relay(peer, bind_privately(client), self._allowance)
+                passing = relay(peer, client, self._allowance)
                 frames = await first_of(self._exchange(client, handshake), passing)
         reply = decode_reply(frames, handshake.required, self._bounds)
         engine_id, expected = reply.workers[0].engine_id, handshake.address.engine_id

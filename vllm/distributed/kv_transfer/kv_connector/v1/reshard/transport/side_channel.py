@@ -48,7 +48,7 @@ from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
-from .zmtp import Allowance, bind_privately, first_of, relay_all
+from .zmtp import Allowance, first_of, relay_all
 
 logger = init_logger(__name__)
 
@@ -276,8 +276,7 @@ class HandshakeServer:
                 self._key.configure_server(router)
                 monitor = router.get_monitor_socket(_LOCKED_OUT)
                 work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
-            name = bind_privately(router)
-            work.append(relay_all(listener, name, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S))
+            work.append(relay_all(listener, router, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S))
             await first_of(*work)
         finally:
             context.destroy(linger=0)

@@ -7,6 +7,9 @@ frame by frame, to a ZeroMQ socket of this process:
 
     peer <--TCP--> relay <--Unix socket--> ZeroMQ
 
+ZeroMQ connects to the relay, and listens nowhere: its listener on a Unix socket ends the process
+where `accept` finds no file descriptor (4.3.5), and its connecter waits for one.
+
 The relay parses only the parts of ZMTP 3 (ZeroMQ RFC 37) that are the same with and without keys:
 the 64-byte greeting, and the length of each frame. ZeroMQ does handshakes, keys and messages.
 """
@@ -16,9 +19,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import uuid
-from collections.abc import Collection, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +33,12 @@ FRAME_OVERHEAD_BYTES = 64
 """Allowed difference between a frame on the wire and its payload: CURVE adds 33 bytes."""
 
 _GREETING_BYTES = 64
+_SIGNATURE_BYTES = 10
+"""First part of the greeting, which each side sends without having heard of the other."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group, of whoever has connected to a Unix socket."""
+
 _CHUNK_BYTES = 64 << 10
 _FRAMES_PER_TURN = 16
 _LONG = 0x02
@@ -58,44 +69,65 @@ class Allowance:
     free_bytes: int = 0
 
 
-def bind_privately(zmq_socket: zmq.Socket[Any]) -> str:
-    """Bind a ZeroMQ socket to which only this process can connect.
-
-    Returns:
-        The name of its Unix socket, in Linux's abstract namespace: no file is left behind.
+@asynccontextmanager
+async def _joined(zmq_socket: zmq.Socket[Any]) -> AsyncIterator[socket.socket]:
+    """Connect a ZeroMQ socket to a socket of this process, which no other process can get between.
 
     Raises:
-        ZMQError: No file descriptors are left.
+        OSError: No file descriptors are left.
     """
+    # In Linux's abstract namespace: no file is left behind.
     name = f"reshard-{uuid.uuid4()}"
-    zmq_socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
-    zmq_socket.bind(f"ipc://@{name}")
-    return name
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.setblocking(False)
+        listener.bind(f"\0{name}")
+        listener.listen()
+        # No message waits for a connection that is not made yet.
+        zmq_socket.immediate = True
+        zmq_socket.connect(f"ipc://@{name}")
+        try:
+            local = await _accept_own(listener)
+            listener.close()
+            with local:
+                yield local
+        finally:
+            # Or else ZeroMQ would connect again.
+            zmq_socket.disconnect(f"ipc://@{name}")
 
 
-async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoReturn:
+async def _accept_own(listener: socket.socket) -> socket.socket:
+    """Return the first connection that is of this process."""
+    while True:
+        local, _ = await asyncio.get_running_loop().sock_accept(listener)
+        credentials = local.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[0] == os.getpid():
+            return local
+        local.close()
+
+
+async def relay(
+    peer: socket.socket, zmq_socket: zmq.Socket[Any], allowance: Allowance, begun: bytes = b""
+) -> NoReturn:
     """Relay between a connected TCP socket and a ZeroMQ socket until either closes.
 
     Args:
         peer: The TCP socket, in non-blocking mode.
-        name: Name from `bind_privately` of the ZeroMQ socket.
+        zmq_socket: The ZeroMQ socket, of this thread.
         allowance: Limits on what the peer may send.
+        begun: What the peer has sent already, of its greeting.
 
     Raises:
         ProtocolError: The peer does not speak ZMTP 3, or sent more than its allowance.
         OSError: One side closed, or no file descriptors are left.
     """
-    loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX) as local:
-        local.setblocking(False)
-        await loop.sock_connect(local, "\0" + name)
-        await first_of(_pass_all(local, peer), _pass_frames(peer, local, allowance))
+    async with _joined(zmq_socket) as local:
+        await first_of(_pass_all(local, peer), _pass_frames(peer, local, allowance, begun))
     raise AssertionError
 
 
 async def relay_all(
     listener: socket.socket,
-    name: str,
+    zmq_socket: zmq.Socket[Any],
     allowance: Allowance,
     max_connections: int,
     max_age_s: float,
@@ -104,40 +136,55 @@ async def relay_all(
 
     Args:
         listener: The listening TCP socket.
-        name: Name from `bind_privately` of the ZeroMQ socket.
+        zmq_socket: The ZeroMQ socket, of this thread.
         allowance: Limits on what each connection may receive.
-        max_connections: Maximum open connections; a further one closes the oldest.
+        max_connections: Maximum open connections. A further one closes the oldest of the address
+            that has most of them.
         max_age_s: Maximum lifetime of a connection, in seconds.
     """
-    relays: dict[asyncio.Task[None], None] = {}
+    relays: dict[asyncio.Task[None], str] = {}
     listener.setblocking(False)
     try:
         while True:
             try:
-                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+                peer, place = await asyncio.get_running_loop().sock_accept(listener)
             except OSError:
                 # No file descriptors are left until a connection ends.
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if len(relays) >= max_connections:
-                oldest = next(iter(relays))
+                ((crowd, _),) = Counter(relays.values()).most_common(1)
+                oldest = next(task for task, address in relays.items() if address == crowd)
                 oldest.cancel()
                 await asyncio.wait([oldest])
-            task = asyncio.create_task(_relay_one(peer, name, allowance, max_age_s))
-            relays[task] = None
+            task = asyncio.create_task(_relay_one(peer, zmq_socket, allowance, max_age_s))
+            relays[task] = place[0]
             task.add_done_callback(relays.pop)
+            # While more wait to be accepted, nothing else would be done.
+            await asyncio.sleep(0)
     finally:
         await cancel_all(list(relays))
 
 
 async def _relay_one(
-    peer: socket.socket, name: str, allowance: Allowance, max_age_s: float
+    peer: socket.socket, zmq_socket: zmq.Socket[Any], allowance: Allowance, max_age_s: float
 ) -> None:
     """Relay one connection until it ends."""
     # Any such error concerns only this connection's peer.
     with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.wait_for(relay(peer, name, allowance), max_age_s)
+        await asyncio.wait_for(_relay_engine(peer, zmq_socket, allowance), max_age_s)
+
+
+async def _relay_engine(
+    peer: socket.socket, zmq_socket: zmq.Socket[Any], allowance: Allowance
+) -> None:
+    """Relay one connection, once what comes over it begins as an engine does.
+
+    Until then ZeroMQ has no part in it, so that a stranger who only connects costs little.
+    """
+    begun = await _receive_exactly(peer, _SIGNATURE_BYTES)
+    await relay(peer, zmq_socket, allowance, begun)
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
@@ -164,18 +211,24 @@ async def _pass_all(source: socket.socket, target: socket.socket) -> NoReturn:
 
 
 async def _pass_frames(
-    source: socket.socket, target: socket.socket, allowance: Allowance
+    source: socket.socket, target: socket.socket, allowance: Allowance, begun: bytes
 ) -> NoReturn:
-    """Pass on the greeting, then frames within the allowance."""
-    greeting = b""
+    """Pass on the greeting, of which the beginning has come, then frames within the allowance."""
+    greeting = part = begun
     # Each side sends the next part of its greeting only after it has seen the other's.
-    while len(greeting) < _GREETING_BYTES:
-        part = await _receive(source, _GREETING_BYTES - len(greeting))
-        greeting += part
+    while True:
         # ZeroMQ also accepts older versions, which have other frames.
-        if greeting[0] != 0xFF or greeting[9:10] not in b"\x7f" or b"\0" <= greeting[10:11] < b"\3":
+        if (
+            greeting[:1] not in b"\xff"
+            or greeting[9:10] not in b"\x7f"
+            or b"\0" <= greeting[10:11] < b"\3"
+        ):
             raise ProtocolError(f"what begins with {greeting[:16]!r} is no ZeroMQ")
         await _send(target, part)
+        if len(greeting) == _GREETING_BYTES:
+            break
+        part = await _receive(source, _GREETING_BYTES - len(greeting))
+        greeting += part
     num_frames = num_bytes = 0
     async with AsyncExitStack() as held:
         while True:
