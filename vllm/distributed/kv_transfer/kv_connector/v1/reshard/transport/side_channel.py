@@ -60,7 +60,7 @@ _BACKLOG = 4096
 further ones, and the other end retries after a second."""
 
 MAX_CONNECTIONS = 256
-"""Maximum open connections; a further one closes the oldest."""
+"""Maximum open connections; a further one closes the oldest of the address that has most."""
 
 #: interval connection: the side channel closes it. Clients have left by then.
 MAX_AGE_S = 30.0
