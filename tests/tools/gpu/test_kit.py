@@ -129,7 +129,7 @@ def test_commands_of_all_steps_are_understood(tmp_path):
     assert args.quick and args.strategy == ["direct", "staged"] and args.output == tmp_path
     # Where none were chosen, pytest would fail.
     tests = Path(by_name["tests"].command[-1])
-    assert '"device"]' in tests.read_text()
+    assert '"LIBFABRIC", "device")' in tests.read_text()
     assert set(by_name["tests"].command) >= {"-k", "device", str(ROOT)}
 
 
