@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Have the number of tests that ran counted."""
+    """Have the number of tests that ran counted, once where several processes share them."""
+    if hasattr(terminalreporter.config, "workerinput"):
+        return
     ran = ("passed", "failed", "error")
     weight.log("cases", sum(len(terminalreporter.stats.get(how, ())) for how in ran))
 

@@ -38,6 +38,7 @@ VALUE = "no docstring"
 def test_log_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, engines and cases, each as it was appended; without a log nothing is written."""
     path = tmp_path / "log"
+    monkeypatch.delenv(weight.LOG_VARIABLE, raising=False)
     weight.log("engine", "nobody reads this")
     monkeypatch.setenv(weight.LOG_VARIABLE, str(path))
     weight.log("step", 12, "make", "test")
