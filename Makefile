@@ -36,8 +36,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 .DEFAULT_GOAL := help
 .PHONY: base help setup rebuild lint format test test-fast pair patches-check patches-import patches-export \
         tree wheel plugin demo serve sweep soak bench docs docs-tables clean test-full release-check simulate \
-        gpu \
-        nightly-oldest-base nightly-schedules nightly-soak
+        gpu nightly-oldest-base nightly-schedules nightly-soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +110,7 @@ TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
                    $(RESHARD)/test_idle_engines.py
 # 0.22.1's pair is nightly.
 BASES_WITH_PAIR := 0.33.0
+PAIR := $(BIN)/python -m tools.pdstack sweep --subset base --requests 16
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change, with real engines; on another base, those of the base
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
@@ -121,13 +121,11 @@ else
 test: setup
 	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(TESTS_OF_A_BASE) $(TESTS_OF_$(BASE)) \
 	  $(PYTEST_ARGS)
-	$(if $(filter $(BASE),$(BASES_WITH_PAIR)),$(BIN)/python -m tools.pdstack sweep $(PAIR))
+	$(if $(filter $(BASE),$(BASES_WITH_PAIR)),$(PAIR))
 endif
 
-PAIR := --subset base --requests 16
-
 pair: setup  ## Compare one pair of real engines of a base with one engine: BASE=0.22.1
-	$(BIN)/python -m tools.pdstack sweep $(PAIR)
+	$(PAIR)
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
 	$(PYTEST_SHARED) -m "not e2e and not slow and $(DECIDES)" $(PYTEST_ARGS)
@@ -137,7 +135,7 @@ NIGHTLY := $(addprefix nightly-,caches pairs faults workers wheels tools)
 test-full: $(NIGHTLY) nightly-oldest-base nightly-schedules nightly-soak  ## Run the nightly lane, in parts
 
 nightly-%: setup $(VENV)/.installed-bench  ## One part of it: caches pairs faults workers wheels tools
-	$(PYTEST) -m "nightly and not release" --part $* $(PYTEST_ARGS)
+	$(PYTEST) -m "nightly and not release" --part=$* $(PYTEST_ARGS)
 
 nightly-oldest-base:  ## A pair of engines of the oldest base
 	$(MAKE) pair BASE=0.22.1
@@ -146,12 +144,12 @@ nightly-schedules: simulate  ## 100,000 schedules
 
 nightly-soak: soak  ## Ten minutes of soak
 
-release-check: setup $(VENV)/.installed-bench  ## Run the release lane: for hours
+release-check: setup  ## Run the release lane: for hours
 	$(PYTEST) -m release $(PYTEST_ARGS)
-	$(BIN)/python -m tools.pdstack sweep
+	$(MAKE) sweep
 	$(MAKE) setup BASE=0.33.0
-	$(BIN)/python -m tools.pdstack sweep --subset releases --across .venv-0.33.0/bin
-	$(BIN)/python -m benchmarks
+	$(MAKE) sweep SWEEP_ARGS="--subset releases --across .venv-0.33.0/bin"
+	$(MAKE) bench
 
 simulate: setup  ## Run SCHEDULES=100000 of the simulation, from FIRST_SEED=0 on; a failure names its seed
 	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(PYTEST) \

@@ -28,14 +28,17 @@ class Part:
         sources: Paths below which a change asks for this part.
         wholly: Tests of it that need no mark: paths of modules and folders.
         marked: Folders whose tests that are marked `nightly` belong to it.
-        target: The target of `make` that it is, where it is no selection of tests.
     """
 
     what: str
     sources: tuple[str, ...]
     wholly: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
-    target: str = ""
+
+    @property
+    def is_selection(self) -> bool:
+        """Whether it selects tests; any other one is a target of `make` by itself."""
+        return bool(self.wholly or self.marked)
 
 
 PARTS = {
@@ -85,17 +88,14 @@ PARTS = {
     "oldest-base": Part(
         "a pair of engines on 0.22.1",
         ("bases/0.22.1", f"{RESHARD}/engine/compat.py"),
-        target="pair BASE=0.22.1",
     ),
     "schedules": Part(
         "100,000 schedules of the simulation",
         (f"{RESHARD}/engine", f"{RESHARD}/protocol", f"{RESHARD}/transport"),
-        target="simulate",
     ),
     "soak": Part(
         "engines under load while others are stopped and killed, for ten minutes",
         (f"{RESHARD}/engine", f"{RESHARD}/protocol", f"{RESHARD}/transport"),
-        target="soak",
     ),
 }
 """The nightly lane, in the order in which it runs."""

@@ -32,12 +32,8 @@ def is_nightly(function: ast.FunctionDef) -> bool:
 def nightly_faults() -> Iterator[str]:
     """The faults that are acted out nightly, as `file::function`."""
     for path in sorted((TESTS / "faults").glob("test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        wholly = any(
-            isinstance(node, ast.Assign) and "nightly" in ast.unparse(node)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        )
+        source = path.read_text(encoding="utf-8")
+        wholly = re.search(r"^pytestmark = .*nightly", source, re.MULTILINE) is not None
         for name, function in functions(path).items():
             if name.startswith("test_") and (wholly or is_nightly(function)):
                 yield f"{path.name}::{name}"
@@ -61,8 +57,22 @@ def test_paths_of_parts_exist():
     for name, part in PARTS.items():
         for path in (*part.sources, *part.wholly, *part.marked):
             assert (ROOT / path).exists(), (name, path)
-        assert bool(part.target) is not bool(part.wholly or part.marked), name
     assert [path for path in DECIDING if not (ROOT / path).is_file()] == []
+
+
+def test_make_runs_every_part():
+    """Those that select tests by one rule, and each other one by a target of its own."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (selections,) = re.findall(
+        r"^NIGHTLY := \$\(addprefix nightly-,(.+)\)$", makefile, re.MULTILINE
+    )
+    (others,) = re.findall(r"^test-full: \$\(NIGHTLY\) (.+?)  ##", makefile, re.MULTILINE)
+    # Told with a space, a part that is called like a folder would be taken for a path.
+    assert "--part=$*" in makefile
+    assert selections.split() == [name for name, part in PARTS.items() if part.is_selection]
+    assert others.split() == [
+        f"nightly-{name}" for name, part in PARTS.items() if not part.is_selection
+    ]
 
 
 def test_each_marked_test_has_one_part():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import dataclasses
 import inspect
 import os
@@ -18,6 +17,7 @@ from reshard_build.fetch import cache_dir
 from reshard_build.project import Project
 from vllm.v1 import kv_cache_interface
 
+from tests.docs.pairs import all_pairs
 from tests.v1.kv_connector.unit.reshard.cli.families import (
     HY_V4,
     INKLING,
@@ -180,8 +180,7 @@ def test_answers_of_engines_were_seen():
     table = PAGE.partition("## Formats")[2].partition("*Answers of engines*")[0]
     _, _, *filled = (line for line in table.splitlines() if line.startswith("| "))
     assert filled and all("| answers of engines" in line for line in filled)
-    with (ROOT / "docs/results/pairs.csv").open(newline="", encoding="utf-8") as file:
-        pairs = [row["family"] for row in csv.DictReader(file)]
+    pairs = [pair["family"] for pair in all_pairs()]
     seen = re.findall(r"`([^`]+) …`", table)
     assert len(seen) > 5
     for name in seen:

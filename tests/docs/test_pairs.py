@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 
+from tests.docs.pairs import all_pairs, pairs_of_pages
 from tools.docs.blocks import ROOT
 from tools.pdstack.families import FAMILIES
-
-
-def rows() -> list[dict[str, str]]:
-    """The stored pairs, by column."""
-    with (ROOT / "docs/results/pairs.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_pairs_are_families_of_the_sweep():
@@ -21,27 +15,26 @@ def test_pairs_are_families_of_the_sweep():
     families = {
         family.name: (str(family.prefill), str(family.decode), family.model) for family in FAMILIES
     }
-    for row in rows():
+    for row in all_pairs():
         assert families[row["family"]] == (row["prefill"], row["decode"], row["model"])
 
 
 def test_page_counts_them():
     """The numbers on the page are those of the file, of the release that the page names."""
     page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
-    run = [row for row in rows() if row["vllm"] == "0.32.0"]
-    as_on_gpus = [row for row in run if row["situation"] == "caches as on GPUs"]
+    run, as_on_gpus = pairs_of_pages()
     assert f"The answers of {len(run)} pairs of engines of vLLM 0.32.0" in page
     assert f"In {len(as_on_gpus)} of them (`situation` is `caches as on GPUs`)" in page
 
 
 def test_no_pair_stands_twice():
     """A family that is run anew takes the place of its row."""
-    assert set(Counter((row["family"], row["vllm"]) for row in rows()).values()) == {1}
+    assert set(Counter((row["family"], row["vllm"]) for row in all_pairs()).values()) == {1}
 
 
 def test_figures_can_be():
     """No more answers are equal than there were, and each pair has moved something."""
-    for row in rows():
+    for row in all_pairs():
         assert 0 < int(row["equal"]) <= int(row["of"]), row
         assert float(row["kv_moved_mib"]) > 0, row
         assert float(row["gap"] or 0) >= 0, row

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.lanes import PARTS
+from tests.lanes import PARTS, RESHARD
 
 from .blocks import code, table
 
@@ -14,11 +14,8 @@ def lines() -> list[str]:
         (
             code(f"make nightly-{name}"),
             part.what,
-            ", ".join(map(code, part.sources)).replace(_RESHARD, "reshard/"),
+            ", ".join(map(code, part.sources)).replace(RESHARD, "reshard"),
         )
         for name, part in PARTS.items()
     )
     return table(("command", "what", "after changes in"), rows)
-
-
-_RESHARD = "vllm/distributed/kv_transfer/kv_connector/v1/reshard/"
