@@ -40,7 +40,6 @@ def run(tmp_path, *args: str) -> tuple[int, dict]:
     return status, json.loads((tmp_path / "bench.json").read_text())
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(None, 0), (KeyboardInterrupt(), 130), (BenchmarkError("no port"), 1)],
@@ -57,7 +56,6 @@ def test_what_was_measured_is_written(measured, tmp_path, capsys, error, expecte
     assert "end-to-end was not run" in capsys.readouterr().out
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("variant", "expected"), [("ours", 1), ("upstream", 0)])
 def test_only_a_failure_of_ours_fails(measured, tmp_path, variant, expected):
     """What upstream's connector cannot do is a result; what ours cannot is not."""

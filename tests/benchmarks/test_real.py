@@ -78,7 +78,6 @@ def test_wrong_bytes_are_found(plan, tmp_path, kind, shape):
         pair.end()
 
 
-@pytest.mark.nightly
 def test_handshakes_and_requests_are_measured(plan):
     """Both connectors tell time and memory of a handshake, and CPU time of requests."""
     (handshake,) = measure_handshakes([HandshakeCase(SHAPE, 2000)], plan)
@@ -93,7 +92,6 @@ def test_handshakes_and_requests_are_measured(plan):
             assert own_s == whole_s if variant == OURS.name else 0 < own_s < whole_s
 
 
-@pytest.mark.nightly
 def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     """Who has nothing to do, waits for a handshake, holds; and a report after the last byte."""
     plan = replace(plan, repetitions=1)
@@ -113,7 +111,6 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     assert all(each[Metric.STEPS_AFTER_ARRIVAL][0] >= 0 for each in network.samples.values())
 
 
-@pytest.mark.nightly
 def test_worker_that_knows_many_engines_is_measured(plan):
     """With UCX's threads and without; engines are connected, and NIXL's part is in the whole."""
     shape = replace(SHAPE, prefill=Layout(1, 1))

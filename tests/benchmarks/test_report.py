@@ -139,7 +139,6 @@ def test_json_of_another_format_is_refused(written, reason):
         from_json(written)
 
 
-@pytest.mark.nightly
 def test_drawing_is_svg_and_the_same_again(results, tmp_path):
     """The same figures give the same file, which is well-formed."""
     pytest.importorskip("matplotlib", reason="installed by `make bench` and `make test-full`")

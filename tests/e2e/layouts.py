@@ -56,6 +56,13 @@ class Engines:
     block_tokens: int
     block_bytes: int
 
+    @classmethod
+    def of(cls, stack: PDStack, by_layout: dict[Layout, Engine]) -> Engines:
+        """Return running engines of a stack, with the sizes of its model's blocks."""
+        model = stack.model
+        per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
+        return cls(stack, by_layout, model.block_tokens, per_token * model.block_tokens)
+
     @contextmanager
     def pair(self, case: Case) -> Iterator[Pair]:
         """Put a router in front of two of them for a while."""
@@ -130,7 +137,6 @@ def running(
     chosen, plain = options or {}, Options()
     layouts = dict.fromkeys([*also, *(side for each in cases for side in each.sides)])
     transfer = kv_transfer or KVTransfer()
-    per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
     blocks = str(_CACHE_TOKENS // model.block_tokens)
     specs = [
         EngineSpec(
@@ -148,4 +154,4 @@ def running(
     ]
     with PDStack(model, run_dir, device=device) as stack:
         by_layout = {each.spec.layout: each for each in stack.start_engines(*specs)}
-        yield Engines(stack, by_layout, model.block_tokens, per_token * model.block_tokens)
+        yield Engines.of(stack, by_layout)

@@ -122,14 +122,7 @@ def test_an_answer_equals_one_engines(spoiled: Spoiled, tokens: int) -> None:
     assert (read.transfers, read.failed_transfers) == (READS, 0)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        # Two decide; `make test-full` has all.
-        pytest.param(kind, marks=() if kind in ("windows", "index") else pytest.mark.nightly)
-        for kind in CACHES
-    ],
-)
+@pytest.mark.parametrize("kind", CACHES)
 def test_a_lost_cache_is_seen(spoiled: Spoiled, kind: str) -> None:
     """Without what was read of any one kind, an answer is another one."""
     pattern, tokens = CACHES[kind]

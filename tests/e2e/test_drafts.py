@@ -21,7 +21,7 @@ from tools.pdstack.engine import EngineSpec, KVTransfer, Speculation
 from tools.pdstack.stack import PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = pytest.mark.e2e
 
 DRAFTED = 3
 ITSELF = Speculation("draft_model", DRAFTED, ".")

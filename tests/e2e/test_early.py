@@ -25,7 +25,6 @@ LONG_TOKENS = 7 * BLOCK_TOKENS
 pytestmark = [
     pytest.mark.e2e,
     # Schedulers and workers of `test_early_dispatch` decide; here are the router and processes.
-    pytest.mark.nightly,
     pytest.mark.parametrize("case", [Case(STAGES, ONE, reads=2)], ids=str, scope="module"),
 ]
 
@@ -51,7 +50,6 @@ def test_answers_of_both_engines_at_once_equal_one_engines(pair: Pair) -> None:
     pair.assert_nothing_is_left()
 
 
-@pytest.mark.nightly
 def test_prompts_of_one_request_are_paired(pair: Pair) -> None:
     """Each with its like, by their places."""
     pair.ask("first")
@@ -80,7 +78,6 @@ def complete(server: Server, model: str, params: dict[str, Any]) -> httpx.Respon
     return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
 
 
-@pytest.mark.nightly
 def test_request_that_only_the_decode_engine_has_ends_with_an_error(pair: Pair) -> None:
     """After ten seconds: nobody computes it."""
     said = complete(pair.prefill, pair.model, {"do_remote_decode": True})
@@ -93,7 +90,6 @@ def test_request_that_only_the_decode_engine_has_ends_with_an_error(pair: Pair) 
     assert time.monotonic() - began_s >= KNOWN_WITHIN_S
 
 
-@pytest.mark.nightly
 def test_client_that_leaves_costs_no_other(pair: Pair) -> None:
     """Its blocks are back on both engines, and whoever comes next is answered right."""
     pair.ask("first")

@@ -108,7 +108,6 @@ def opaque(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PDStack, 
         yield stack, stack.start_engines(*specs)
 
 
-@pytest.mark.nightly
 def test_blocks_that_are_opaque_are_read_whole(opaque: tuple[PDStack, list[Engine]]) -> None:
     """From two stages, as their TP sizes are equal."""
     stack, (stages, one, _) = opaque
@@ -121,7 +120,6 @@ def test_blocks_that_are_opaque_are_read_whole(opaque: tuple[PDStack, list[Engin
     stack.stop(router)
 
 
-@pytest.mark.nightly
 def test_blocks_that_are_opaque_are_not_cut(opaque: tuple[PDStack, list[Engine]]) -> None:
     """Another TP size is refused at the handshake, by the layer's name, and nothing is answered."""
     stack, (stages, _, ranks) = opaque

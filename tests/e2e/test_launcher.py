@@ -42,7 +42,6 @@ def _engine_cores(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if any("EngineCore" in word for word in each.cmdline())]
 
 
-@pytest.mark.nightly
 def test_a_killed_engine_is_reported(
     model: ServedModel, tmp_path: Path, survivors: Survivors
 ) -> None:
@@ -61,7 +60,6 @@ def test_a_killed_engine_is_reported(
     assert survivors() == []
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_during_start_up_leaves_nothing(
     model: ServedModel, tmp_path: Path, survivors: Survivors, number: signal.Signals

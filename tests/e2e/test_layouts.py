@@ -7,7 +7,6 @@ import pytest
 
 from tests.e2e.layouts import (
     BOTH,
-    FLOAT32_BYTES,
     ONE,
     RANKS,
     STAGES,
@@ -19,7 +18,6 @@ from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, metric, text_of
 from tests.faults.stage import Stage, spec
 from tests.selection import chosen
 from tests.tools.pdstack.helpers import wait_until
-from tools.pdstack.layout import read_model_shape
 from tools.pdstack.metrics import NixlCounters
 
 # A part of a block, exactly one, one token more, and several with a part.
@@ -49,9 +47,7 @@ def engines(request: pytest.FixtureRequest, stage: Stage) -> Engines:
     by_layout = {STAGES: stage.prefill, ONE: stage.decode, RANKS: stage.recomputing}
     if any(BOTH in case.sides for case in chosen(request, "case")):
         (by_layout[BOTH],) = stage.stack.start_engines(spec("both", layout=BOTH))
-    model = stage.stack.model
-    per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
-    return Engines(stage.stack, by_layout, BLOCK_TOKENS, per_token * BLOCK_TOKENS)
+    return Engines.of(stage.stack, by_layout)
 
 
 @pytest.mark.parametrize("tokens", PROMPT_TOKENS)

@@ -25,7 +25,7 @@ CASES = (
     # Each rank reads all of it.
     Case(ONE, RANKS, reads=2),
     # Stages read as those of any other model.
-    pytest.param(Case(STAGES, ONE, reads=2), marks=pytest.mark.nightly),
+    Case(STAGES, ONE, reads=2),
 )
 
 pytestmark = [

@@ -22,7 +22,7 @@ from tools.pdstack.tiny_checkpoints import (
 )
 from tools.pdstack.tiny_models import write_tiny_falcon_h1, write_tiny_gemma4
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = pytest.mark.e2e
 
 WINDOW_TOKENS = 256
 FAMILIES: dict[str, Callable[..., ServedModel]] = {

@@ -22,7 +22,7 @@ from tools.pdstack.metrics import NixlCounters, settled
 from tools.pdstack.stack import Engine, PDStack, Router
 
 # `make demo`, which decides every change, asks the same of this model, with stages.
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = pytest.mark.e2e
 
 FLOAT32_BYTES = 4
 BLOCK_TOKENS = 128

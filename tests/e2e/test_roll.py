@@ -25,7 +25,6 @@ FLEET = Fleet([Layout(1, 2)], [Layout(2, 1)], settle_s=5.0)
 
 pytestmark = [
     pytest.mark.e2e,
-    # Modules of the launcher are tested with fakes in `make test`, and so is the router.
     pytest.mark.release,
     requires_base("0.32.0", reason="the engines that go are of the base before"),
     pytest.mark.skipif(

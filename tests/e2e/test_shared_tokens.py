@@ -35,7 +35,6 @@ TO_AND_FRO = KVTransfer(
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.nightly,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 

@@ -18,7 +18,7 @@ from tools.pdstack.stack import PDStack, Router
 from tools.pdstack.tiny_models import write_tiny_llama
 from tools.pdstack.traces import OURS, Span, TraceReceiver, exporting, gantt, new_trace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = pytest.mark.e2e
 
 EXPORT_LIMIT_S = 60.0
 PROMPT_TOKENS = 300

@@ -21,7 +21,7 @@ from tools.pdstack.metrics import fetch_nixl_counters
 from tools.pdstack.tiny_models import write_tiny_llama
 
 # What the scripts do is seen with servers that are none, and what they pass with vLLM's own parser.
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = pytest.mark.e2e
 
 END_S = 60.0
 REQUEST_S = 300.0

@@ -93,7 +93,6 @@ def test_soak_in_which_all_holds_is_success(start, tmp_path):
 
 
 # Four times ten seconds; the steps of a roll are tested in `test_nemesis.py`.
-@pytest.mark.nightly
 def test_a_fleet_is_replaced_without_a_request_that_fails(start, tmp_path):
     """Each of the four engines ends and is followed, under a load that has to be answered."""
     status, shown = finish(start("--seconds", "1", "--faults", "roll"))
