@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +34,15 @@ def written() -> dict[Path, str]:
         for path in sorted(drawings.rglob("*.svg")):
             found[ROOT / path.relative_to(drawings)] = path.read_text(encoding="utf-8")
     return found
+
+
+def outdated(pages: Mapping[Path, str]) -> list[Path]:
+    """Those of some pages and drawings that are not as they ought to be."""
+    return [
+        path
+        for path, text in pages.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
 
 
 def rewrite(page: str, drawings: Path) -> str:

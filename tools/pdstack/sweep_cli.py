@@ -45,8 +45,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument(
         "--subset",
         choices=sorted(families.SUBSETS),
-        help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs, `releases` "
-        "what --across runs by default",
+        help="these families: `ci` is what no test with engines runs, `base` what `make test BASE=`"
+        " runs, `releases` what --across runs by default",
     )
     many.add_argument(
         "--across",
