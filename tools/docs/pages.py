@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import docs_performance
 
-from . import bases, deadlines, kv_plan, lanes, metrics, options, results
+from . import bases, deadlines, kv_plan, lanes, metrics, options, results, states
 from .blocks import ROOT, Tables, fill
 
 WRITTEN: Tables = {
@@ -20,6 +20,7 @@ WRITTEN: Tables = {
     "options": options.lines,
     "patches": bases.patch_lines,
     "spans": metrics.span_lines,
+    "states": states.lines,
     "wheels": bases.wheel_lines,
 }
 

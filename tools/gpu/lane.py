@@ -40,12 +40,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import (
     PeerConnection,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import CheckResult
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     RequestBlocks,
@@ -57,8 +58,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     Part,
-    PartDrained,
-    PartEvent,
+    RequestReads,
     Transfers,
 )
 
@@ -208,18 +208,18 @@ class _Reader:
         selected, parts = RequestBlocks(receive), list[Part]()
         for leg in self._connection.legs:
             parts += self._transfers.cut(leg, selected.select(leg.leg))
-        self._transfers.start(REQUEST, parts, self._connection)
-        ended: list[PartEvent] = []
+        reads = RequestReads(REQUEST)
+        self._transfers.start(reads, parts, self._connection)
 
         def is_over() -> bool:
             # No time passes for windows, which would go direct once they lose their patience.
-            ended.extend(self._transfers.advance(0.0))
-            return len(ended) >= len(parts)
+            self._transfers.advance(0.0)
+            return not reads.parts or reads.error is not None
 
         wait_until(is_over, "a read")
         taken_s = time.perf_counter() - began_s
-        self.faults = [str(each) for each in ended if not isinstance(each, PartDrained)]
-        self.faults += [result.fault for result in self._results(receive) if result.fault]
+        self.faults = [] if reads.error is None else [str(reads.error)]
+        self.faults += self._lease_faults(receive)
         if difference := rank.difference():
             self.faults.append(difference)
         return taken_s
@@ -230,21 +230,32 @@ class _Reader:
         self._connection.close()
         self._lane.close()
 
-    def _results(self, receive: Receive) -> list[CheckResult]:
+    def _lease_faults(self, receive: Receive) -> list[str]:
         """Look the lease up at every worker that was read from."""
-        leases, due_at_s = self._connection.leases, time.monotonic() + DEADLINE_S
-        tables = self._connection.lease_tables.values()
-        assert receive.fingerprint is not None
-        for number, table in enumerate(tables):
-            leases.check_later((REQUEST, number), REQUEST, receive.fingerprint, table, due_at_s)
-        results: list[CheckResult] = []
+        leases, tasks, faults = self._connection.leases, Tasks(), list[str]()
+        fingerprint = receive.fingerprint
+        assert fingerprint is not None
 
-        def is_told() -> bool:
-            results.extend(leases.advance())
-            return len(results) == len(tables)
+        async def confirm() -> None:
+            tables = self._connection.lease_tables.values()
+            due_at_s = time.monotonic() + DEADLINE_S
+            await leases.confirm(tasks, REQUEST, fingerprint, tables, due_at_s)
 
-        wait_until(is_told, "a check")
-        return results
+        async def leave(error: Exception | None) -> None:
+            if isinstance(error, LeaseError):
+                faults.append(str(error))
+            elif error is not None:
+                raise error
+
+        task = tasks.start(confirm(), leave)
+
+        def is_over() -> bool:
+            tasks.run(time.monotonic())
+            leases.advance()
+            return task.is_over
+
+        wait_until(is_over, "a check")
+        return faults
 
 
 @contextmanager

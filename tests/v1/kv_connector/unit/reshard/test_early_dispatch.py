@@ -527,7 +527,8 @@ def test_request_that_ends_while_it_is_prefetched(pair, policy, leaves):
         begin_chunk(p)()
         begin_chunk(p)()
         begin_chunk(p)
-        until(lambda: any(map(len, consumers)), d)
+        engines = d.engine.transfer_engines.values()
+        until(lambda: any(len(each.transfers) for each in engines), d)
         if leaves:
             d.serving.abort(DECODED)
         else:

@@ -22,11 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.read
     MAX_REMEMBERED,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
-    ConsumerLedger,
-    ProducerLedger,
-    RequestRead,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
@@ -94,23 +90,6 @@ def test_notifier_forgets_what_it_has_told():
         notifier.advance(float(number))
         stats.reset()
     assert sizes(notifier) == before
-
-
-def test_reader_forgets_what_it_has_read():
-    """Well or not."""
-    ledger: ConsumerLedger[RequestRead] = ConsumerLedger()
-    before = sizes(ledger)
-    for number in range(NUM_REQUESTS):
-        read = RequestRead(str(number))
-        ledger.begin(read)
-        ledger.post(read, range(3), pending_checks=1)
-        if number % 2:
-            ledger.fail(read, "lost")
-        for part in range(3):
-            ledger.part_drained(read, part)
-        ledger.check_done(read)
-        ledger.take()
-    assert sizes(ledger) == before
 
 
 def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():

@@ -43,7 +43,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote impor
     RequestBlocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    RequestReads,
+    Transfers,
+)
 
 SLOT_BYTES, BLOCK_TOKENS, PLANES = 128, 16, 4
 PAGE_BYTES = BLOCK_TOKENS * SLOT_BYTES
@@ -137,9 +140,11 @@ def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096
     leg = prepared(src_heads, dst_heads, num_blocks, area)
     transfers = Transfers(area)
     parts = list(transfers.cut(leg, leg.leg.select([span(block_ids[0])], [span(block_ids[1])])))
-    transfers.start("r", parts, counting)
+    request = RequestReads("r")
+    transfers.start(request, parts, counting)
     transfers.post(0.0, UNLIMITED)
-    assert len(transfers.advance(0.0)) == len(parts)
+    transfers.advance(0.0)
+    assert len(request.arrived) == len(parts) and not request.parts
     return counting
 
 

@@ -489,15 +489,15 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     address = p.serve()
     fill(p, [5, 2, 9])
     p.offer("p-a", "p-b")
-    check_later = LeaseChecker.check_later
+    confirm = LeaseChecker.confirm
 
-    def check_after_expiry(self, key, remote_request_id, fingerprint, at, due_at_s):
+    async def confirm_after_expiry(self, tasks, remote_request_id, *more):
         if remote_request_id == "p-a":
             source = p.transfer_engines[MeshRank(0, source_rank)]
             strike(source.producer.table_address, "p-a")
-        check_later(self, key, remote_request_id, fingerprint, at, due_at_s)
+        await confirm(self, tasks, remote_request_id, *more)
 
-    monkeypatch.setattr(LeaseChecker, "check_later", check_after_expiry)
+    monkeypatch.setattr(LeaseChecker, "confirm", confirm_after_expiry)
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
     progress = Progress(p, d)
@@ -600,8 +600,8 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
-    # It is to be looked up again.
-    wait_until(lambda: any(each.leases._again for each in d.connections), progress.step)
+    # It was looked up once, and is to be looked up again.
+    wait_until(lambda: any(each.leases.num_looks for each in d.connections), progress.step)
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(d, received="d-a")

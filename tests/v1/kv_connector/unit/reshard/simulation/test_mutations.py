@@ -26,20 +26,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consume
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.readings import Readings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
-    ConsumerLedger,
-    ProducerLedger,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    RequestReads,
+    Transfers,
+)
 
 MAX_SCHEDULES = 3000
 
@@ -61,8 +60,7 @@ def blocks_are_free_once_nixl_says_failed(monkeypatch):
         left = look(self, running, now_s)
         if running in self._in_doubt:
             self._in_doubt.remove(running)
-            self._free(running)
-            self._events.append(running.drained())
+            self._drain(running)
         return left
 
     monkeypatch.setattr(Transfers, "_has_left_nixl", hasty)
@@ -85,13 +83,12 @@ def requests_are_quiet_once_given_up(monkeypatch):
     """What nobody wants is forgotten while it is in flight."""
     give_up = Transfers.give_up
 
-    def forget(self, request_id):
-        give_up(self, request_id)
-        for running in [each for each in self._posted if each.request_id == request_id]:
+    def forget(self, reads):
+        give_up(self, reads)
+        for running in [each for each in self._posted if each.reads is reads]:
             self._posted.remove(running)
-            self._free(running)
             running.connection.lifetime.done()
-            self._events.append(running.drained())
+            self._drain(running)
 
     monkeypatch.setattr(Transfers, "give_up", forget)
 
@@ -99,11 +96,10 @@ def requests_are_quiet_once_given_up(monkeypatch):
 def leases_are_not_looked_up(monkeypatch):
     """What was read is believed."""
 
-    def believe(self, reading):
-        for _ in reading.lease_tables:
-            self._ledger.check_done(reading)
+    async def believe(*_):
+        """Look at nothing."""
 
-    monkeypatch.setattr(ConsumerSide, "_look_up", believe)
+    monkeypatch.setattr(LeaseChecker, "confirm", believe)
 
 
 def leases_are_not_struck_out(monkeypatch):
@@ -188,7 +184,7 @@ def lanes_end_with_the_first_of_their_connections(monkeypatch):
 
 def deadlines_are_missed(monkeypatch):
     """A request waits as long as its peer likes."""
-    monkeypatch.setattr(Readings, "next_due_s", property(lambda self: None))
+    monkeypatch.setattr(ConsumerSide, "_next_deadline_s", property(lambda self: None))
 
 
 def steps_in_flight_are_not_waited_for(monkeypatch):
@@ -223,9 +219,9 @@ def reading_thread_keeps_the_first_device(monkeypatch):
 
 def _due_of_who_has_not_failed(self):
     while self._deadlines:
-        due_at_s, key = self._deadlines[0]
-        reading = self.find(key)
-        if reading is not None and reading.state is not ReadState.FAILED:
+        due_at_s, request_id = self._deadlines[0]
+        request = self._requests.get(request_id)
+        if request is not None and request.fault is None:
             return due_at_s
         self._deadlines.popleft()
     return None
@@ -233,19 +229,13 @@ def _due_of_who_has_not_failed(self):
 
 def hung_reads_of_failed_requests_have_no_deadline(monkeypatch):
     """The connection of a read that hangs, for a request that failed elsewhere, is never cut."""
-    monkeypatch.setattr(Readings, "next_due_s", property(_due_of_who_has_not_failed))
+    monkeypatch.setattr(ConsumerSide, "_next_deadline_s", property(_due_of_who_has_not_failed))
 
 
 def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
     """The connection with an engine that is gone is never closed."""
-    break_off = PeerTable.break_off
-
-    def for_a_request(reads, reading, now_s):
-        if reading.connection is not None:
-            break_off(reads._peers, reading.connection, now_s)
-
-    monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
-    monkeypatch.setattr(ConsumerSide, "_break_off", for_a_request)
+    never = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(LeaseChecker, "is_broken", never, raising=False)
 
 
 def peers_are_never_due(monkeypatch):
@@ -281,7 +271,13 @@ def attempts_are_not_compared(monkeypatch):
 
 def prefetched_parts_are_not_accounted_for(monkeypatch):
     """A request that ends while its prompt is computed is quiet at once."""
-    monkeypatch.setattr(ConsumerLedger, "prefetch", lambda *_: None)
+    start = Transfers.start
+
+    def start_nobodys(self, reads, parts, connection, *, is_prefetch=False):
+        whose = RequestReads(reads.request_id) if is_prefetch else reads
+        start(self, whose, parts, connection, is_prefetch=is_prefetch)
+
+    monkeypatch.setattr(Transfers, "start", start_nobodys)
 
 
 def steps_are_told_of_before_they_are_over(monkeypatch):

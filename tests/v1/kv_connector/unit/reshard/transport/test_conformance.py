@@ -51,8 +51,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
     open_area,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    PartDrained,
-    PartEvent,
+    RequestReads,
     Transfers,
 )
 
@@ -287,12 +286,12 @@ def run_reads(
             prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
             parts += transfers.cut(prepared, leg.select(*blocks))
     # No time passes, so that no window loses its patience and goes direct.
-    transfers.start("request", parts, agent)
-    ended: list[PartEvent] = []
-    wait_until(lambda: ended.extend(transfers.advance(now_s=0.0)) or len(ended) == len(parts))
-    assert all(isinstance(each, PartDrained) for each in ended)
+    request = RequestReads("request")
+    transfers.start(request, parts, agent)
+    wait_until(lambda: transfers.advance(now_s=0.0) or not request.parts)
+    assert request.error is None and len(request.arrived) == len(parts)
     if area is not None:
-        assert {each.strategy for each in ended} <= {Strategy.STAGED}
+        assert {each.strategy for each in request.arrived} <= {Strategy.STAGED}
         assert area.spans.free_bytes == area.spans.size_bytes
     transfers.close()
 

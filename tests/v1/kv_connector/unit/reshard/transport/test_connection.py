@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
+from tests.v1.kv_connector.unit.reshard.transport.checks import Check
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     BLOCKS,
@@ -108,12 +109,11 @@ def test_reads_messages_and_checks(monkeypatch, make_source, make_reader):
     for head, rank in enumerate(engine.ranks):
         wanted = rank.bytes()[:, :, source_blocks, 0]
         assert np.array_equal(landed[:, :, source_blocks, head], wanted)
-    for table in connection.lease_tables.values():
-        connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table, 1e9)
+    assert len(connection.lease_tables) == 2
+    check = Check(connection.leases, "r", OFFER, list(connection.lease_tables.values()))
     assert not connection.is_drained
-    results = []
-    wait_until(lambda: results.extend(connection.leases.advance()) or len(results) == 2)
-    assert [each.failure for each in results] == [None, None] and connection.is_drained
+    wait_until(check.is_over)
+    assert check.error is None and connection.is_drained
     connection.close()
     connection.close()
     assert not connection.is_connected and not lane.connections
@@ -163,10 +163,11 @@ def test_failed_read_is_in_doubt_until_its_lane_is_closed(reader):
 def test_checks_keep_a_connection(connection):
     """Though nothing is in flight between two looks."""
     (table, *_) = connection.lease_tables.values()
-    connection.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
+    check = Check(connection.leases, "r", OFFER, [table])
     connection.lifetime.retire(NOW_S)
     assert not connection.lifetime.in_flight and not connection.is_drained
     assert connection.close_at_s == NOW_S + HUNG_GRACE_S
+    assert check.error is None
 
 
 def test_message_is_on_its_way_for_a_moment(connection):

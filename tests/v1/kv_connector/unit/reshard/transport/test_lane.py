@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
+from tests.v1.kv_connector.unit.reshard.transport.checks import Check
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     HUNG_GRACE_S,
@@ -202,7 +203,7 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     transfer = read_block(one)
     two.lifetime.begin_request()
     (table,) = three.lease_tables.values()
-    three.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
+    check = Check(three.leases, "r", OFFER, [table])
     lane = retired(lanes, one, two, three)
     hung_at_s = 10.0 + HUNG_GRACE_S
     assert lane.close_at_s() == lanes.next_due_s == hung_at_s
@@ -211,7 +212,7 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     assert lane.close_at_s() == hung_at_s and not lanes.take_due(hung_at_s - 0.1)
     two.lifetime.end_request()
     assert lane.close_at_s() == hung_at_s
-    wait_until(three.leases.advance)
+    wait_until(check.is_over)
     assert lane.close_at_s() == 10.0 and lane.is_drained
     assert lanes.take_due(10.0) == [lane] and not lanes.draining
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import
     WORDS_PER_BUCKET,
     LeaseTable,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.quoting import quote
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
@@ -27,14 +31,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
-    CheckResult,
     LeaseChecker,
     LeaseCheckFailure,
+    LeaseError,
     PreparedTable,
     check_buffer,
     prepare_table,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import (
+    Reads,
+    RowBuffer,
+)
 
 DEADLINE_S = 60.0
 OFFER = OfferFingerprint(48, 1, 2)
@@ -64,26 +71,67 @@ def reader() -> NixlAgent:
     return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True)
 
 
-def results(checker: LeaseChecker, count: int) -> list[CheckResult]:
+class Result(NamedTuple):
+    """How a check has ended."""
+
+    key: str
+    error: Exception | None = None
+
+    @property
+    def failure(self) -> LeaseCheckFailure | None:
+        """The kind of fault; None if the lease held."""
+        return self.error.failure if isinstance(self.error, LeaseError) else None
+
+
+class Checks(LeaseChecker):
+    """Checks that are told apart by their names, each a task of its own."""
+
+    def __init__(
+        self, buffer: RowBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(buffer, reads, clock)
+        self.tasks = Tasks()
+        self.results: list[Result] = []
+
+    def check_later(
+        self, key: str, name: str, offer: OfferFingerprint, table: PreparedTable, due_at_s: float
+    ) -> None:
+        """Begin a check."""
+
+        async def leave(error: Exception | None) -> None:
+            self.results.append(Result(key, error))
+
+        self.tasks.start(self.confirm(self.tasks, name, offer, [table], due_at_s), leave)
+
+    def step(self) -> list[Result]:
+        """Advance; returns the results since the last call."""
+        self.tasks.run(self._clock())
+        self.advance()
+        self.tasks.run(self._clock())
+        results, self.results = self.results, []
+        return results
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether all that was looked up is to be looked up again."""
+        return self.num_looks > 0 and not len(self)
+
+
+def results(checker: Checks, count: int) -> list[Result]:
     """Advance until there are so many."""
-    found: list[CheckResult] = []
+    found: list[Result] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count:
         assert time.monotonic() < deadline
-        found += checker.advance()
+        found += checker.step()
     return found
 
 
-def is_put_off(checker: LeaseChecker, key: str = "our a") -> bool:
-    """Whether a request is to be looked at again."""
-    return any(wanted.key == key for wanted in checker._again)
-
-
-def until_put_off(checker: LeaseChecker, key: str = "our a") -> None:
-    """Advance until a request is to be looked at again, and none was judged."""
+def until_put_off(checker: Checks) -> None:
+    """Advance until requests are to be looked up again, and none was judged."""
     deadline = time.monotonic() + DEADLINE_S
-    while not is_put_off(checker, key):
-        assert not checker.advance()
+    while not checker.is_put_off:
+        assert not checker.step()
         assert time.monotonic() < deadline
 
 
@@ -91,7 +139,7 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     producer = Holder("a", "b", "c")
     producer.table.remove("b")
-    checker, table = LeaseChecker(check_buffer(reader), reader), producer.seen_by(reader)
+    checker, table = Checks(check_buffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
         checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 4)}
@@ -100,14 +148,14 @@ def test_only_held_requests_pass(reader):
         "our c",
     }
     assert {found[name].failure for name in ("our b", "our d")} == {LeaseCheckFailure.LEASE}
-    assert "kv_lease_duration" in found["our b"].fault
+    assert "kv_lease_duration" in str(found["our b"].error)
 
 
 def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     producers = Holder(*map(str, range(10))), Holder("0")
     tables = [producer.seen_by(reader) for producer in producers]
-    checker, posted, read = LeaseChecker(check_buffer(reader), reader), [], reader.read
+    checker, posted, read = Checks(check_buffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
         checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
@@ -120,7 +168,7 @@ def test_more_checks_than_there_is_room_for_take_turns(reader):
     """None is lost, none is mistaken for another, and the room is used again."""
     buffer = RowBuffer(reader, 3, WORDS_PER_BUCKET)
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
+    checker, table = Checks(buffer, reader), producer.seen_by(reader)
     for number in range(20):
         checker.check_later(f"our {number}", str(number), OFFER, table, DUE_S)
     found = results(checker, 20)
@@ -134,7 +182,7 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
     buffer = check_buffer(reader)
-    checker = LeaseChecker(buffer, reader)
+    checker = Checks(buffer, reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
 
@@ -147,8 +195,8 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     checker.check_later("our a", "a", OFFER, lost, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 2)}
-    assert found["our b"] == CheckResult("our b")
-    assert found["our a"] == CheckResult("our a", LeaseCheckFailure.PEER, "no")
+    assert found["our b"] == Result("our b")
+    assert found["our a"].failure is LeaseCheckFailure.PEER and str(found["our a"].error) == "no"
     assert buffer.num_free == len(buffer.rows)
 
 
@@ -156,7 +204,7 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
     producer, buffer = Holder("a"), check_buffer(reader)
-    checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
+    checker, table = Checks(buffer, reader), producer.seen_by(reader)
 
     def begin(*_):
         if refused:
@@ -167,40 +215,43 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     checker.check_later("our a", "a", OFFER, table, DUE_S)
     (result,) = results(checker, 1)
     assert result.failure is LeaseCheckFailure.PEER
-    assert ("not any more" if refused else "could not be looked up") in result.fault
+    assert ("not any more" if refused else "could not be looked up") in str(result.error)
     assert buffer.num_free == len(buffer.rows) - 1 and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
     """What waits, what is to be looked at again, and what is in flight; each once."""
-    producer = Holder()
+    producer, now_s = Holder(), [0.0]
     producer.table.add("early")
     checker, table = (
-        LeaseChecker(check_buffer(reader), reader, clock=lambda: 0.0),
+        Checks(check_buffer(reader), reader, clock=lambda: now_s[0]),
         producer.seen_by(reader),
     )
     checker.check_later("early", "early", OFFER, table, DUE_S)
-    until_put_off(checker, "early")
+    until_put_off(checker)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     checker.check_later("posted", "b", OFFER, table, DUE_S)
-    assert checker.advance() == []
+    assert checker.step() == []
     checker.check_later("waiting", "c", OFFER, table, DUE_S)
-    assert len(checker) == 3
-    found = {result.key: result.failure for result in checker.give_up()}
+    checker.tasks.run(0.0)
+    assert len(checker) == 2
+    checker.give_up()
+    now_s[0] = 1.0
+    found = {result.key: result.failure for result in checker.step()}
     assert found == dict.fromkeys(("early", "posted", "waiting"), LeaseCheckFailure.PEER)
-    assert len(checker) == 0 and checker.give_up() == []
+    assert not checker.is_busy and checker.step() == []
 
 
 def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [CheckResult("our a")]
+    assert results(checker, 1) == [Result("our a")]
 
 
 @pytest.mark.parametrize("offers", ["nothing", "something else"])
@@ -210,32 +261,38 @@ def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
     producer.table.add("a")
     if offers == "something else":
         producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
     now_s[0] = 30.0
-    (result,) = checker.advance()
+    (result,) = checker.step()
     assert (result.key, result.failure) == ("our a", LeaseCheckFailure.LEASE)
-    assert f"{producer.agent.name} did not say in time what it offers" in result.fault
+    assert f"{producer.agent.name} did not say in time what it offers" in str(result.error)
     assert len(checker) == 0
 
 
 def test_exception_over_one_request_costs_no_other_its_result(reader, monkeypatch):
     """Each has one, with the next call at the latest."""
     producer, now_s = Holder(), [0.0]
-    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), reader, clock=lambda: now_s[0])
     table = producer.seen_by(reader)
     for name, due_at_s in (("a", 40.0), ("b", 30.0), ("c", 30.0)):
         producer.table.add(name)
         checker.check_later(f"our {name}", name, OFFER, table, due_at_s)
     until_put_off(checker)
-    now_s[0] = 30.0
-    with monkeypatch.context() as patch:
-        patch.setattr(lease_check, "quote", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            checker.advance()
-    assert len(checker) == 3
-    assert [result.key for result in checker.advance()] == ["our b", "our c"]
+    now_s[0], faults = 30.0, [ZeroDivisionError()]
+
+    def quote_once(text: str) -> str:
+        if faults:
+            raise faults.pop()
+        return quote(text)
+
+    monkeypatch.setattr(lease_check, "quote", quote_once)
+    found = {result.key: result for result in checker.step()}
+    assert isinstance(found.pop("our b").error, ZeroDivisionError)
+    assert {key: result.failure for key, result in found.items()} == {
+        "our c": LeaseCheckFailure.LEASE
+    }
     now_s[0] = 40.0
     assert [result.key for result in results(checker, 1)] == ["our a"]
 
@@ -252,12 +309,12 @@ def test_last_look_before_a_request_is_due_counts(reader):
         def poll(self, transfer: Transfer) -> TransferState:
             return states.pop() if states else reader.poll(transfer)
 
-    checker = LeaseChecker(check_buffer(reader), Slow(), clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), Slow(), clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
-    assert checker.advance() == [] and len(checker) == 1
+    assert checker.step() == [] and len(checker) == 1
     wait_until(lambda: reader.poll(checker._looks[0].read.transfer) is TransferState.DONE)
     now_s[0] = 30.0
-    (result,) = checker.advance()
+    (result,) = checker.step()
     assert result.failure is LeaseCheckFailure.LEASE and len(checker) == 0
 
 
@@ -265,37 +322,37 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
-    checker, table = LeaseChecker(check_buffer(reader), reader), producer.seen_by(reader)
+    checker, table = Checks(check_buffer(reader), reader), producer.seen_by(reader)
     checker.check_later("our a", "a", OFFER, table, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {result.key: result for result in results(checker, 2)}
-    assert found["our b"] == CheckResult("our b")
+    assert found["our b"] == Result("our b")
     assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
-    assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
+    assert "is of 40 tokens, and 48 are wanted here" in str(found["our a"].error)
 
 
 def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference may be gone with the next look."""
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [CheckResult("our a")]
+    assert results(checker, 1) == [Result("our a")]
 
 
 def test_request_that_is_entered_late_is_looked_at_again(reader):
     """A reader may be faster than the thread that enters what a producer computes."""
     producer, now_s = Holder(), [0.0]
-    checker = LeaseChecker(check_buffer(reader), reader, clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.add("a")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert results(checker, 1) == [CheckResult("our a")]
+    assert results(checker, 1) == [Result("our a")]
 
 
 def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
@@ -310,11 +367,11 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
         poll, release = reader.poll, reader.release
 
-    checker = LeaseChecker(check_buffer(reader), Counting(), clock=lambda: now_s[0])
+    checker = Checks(check_buffer(reader), Counting(), clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     deadline = time.monotonic() + DEADLINE_S
-    while not (found := checker.advance()):
-        if is_put_off(checker):
+    while not (found := checker.step()):
+        if checker.is_put_off:
             now_s[0] += 0.001
         assert time.monotonic() < deadline
     (result,) = found
@@ -326,14 +383,14 @@ def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
     producer, clock, buffer = Holder("a"), [0.0], check_buffer(reader)
     checker, table = (
-        LeaseChecker(buffer, reader, lambda: clock[0]),
+        Checks(buffer, reader, lambda: clock[0]),
         producer.seen_by(reader),
     )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     free = buffer.num_free
     checker.check_later("our a", "a", OFFER, table, 120.0)
-    assert checker.advance() == [] and len(checker) == 1
+    assert checker.step() == [] and len(checker) == 1
     clock[0] = 120.0
-    (result,) = checker.advance()
+    (result,) = checker.step()
     assert result.failure is LeaseCheckFailure.PEER and len(checker) == 0
     assert buffer.num_free == free - 1

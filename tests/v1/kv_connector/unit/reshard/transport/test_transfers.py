@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -37,10 +38,82 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     _SPAN_WAIT_S,
     Part,
-    PartDrained,
-    PartFailed,
+    PartError,
+    RequestReads,
     Transfers,
 )
+
+
+class Failed(NamedTuple):
+    """A part that will not arrive."""
+
+    request_id: str
+    fault: str
+    is_local: bool
+
+
+class Drained(NamedTuple):
+    """A part that can be written no more; with how it arrived, if it has."""
+
+    request_id: str
+    key: int
+    strategy: Strategy | None = None
+    telemetry: object = None
+
+
+Event = Failed | Drained
+
+
+class RecordedReads(RequestReads):
+    """The parts of a request, and what is told of them."""
+
+    def __init__(self, request_id: str, events: list[Event]) -> None:
+        super().__init__(request_id)
+        self.events = events
+        self.keys: dict[object, int] = {}
+
+    def number(self) -> None:
+        """Number the parts that were added."""
+        for part in self.parts:
+            self.keys.setdefault(part, len(self.keys))
+
+    def fail(self, error: PartError) -> None:
+        """A part has failed."""
+        super().fail(error)
+        self.events.append(Failed(self.request_id, str(error), error.is_local))
+
+    def drain(self, part) -> None:
+        """A part is drained."""
+        super().drain(part)
+        arrived, self.arrived = self.arrived, []
+        how = arrived[0] if arrived else ()
+        self.events.append(Drained(self.request_id, self.keys[part], *how))
+
+
+class Recorded(Transfers):
+    """Transfers of requests that are told apart by their names."""
+
+    def __init__(self, area: StagingArea | None = None) -> None:
+        super().__init__(area)
+        self.events: list[Event] = []
+        self.requests: dict[str, RecordedReads] = {}
+
+    def begin(self, request_id: str, parts, connection, *, is_prefetch: bool = False) -> None:
+        """Queue parts of a request."""
+        reads = RecordedReads(request_id, self.events)
+        self.requests[request_id] = reads
+        self.start(reads, parts, connection, is_prefetch=is_prefetch)
+        reads.number()
+
+    def end(self, request_id: str) -> None:
+        """Give a request up."""
+        self.give_up(self.requests[request_id])
+
+    def look(self, now_s: float, budget: Budget = UNLIMITED) -> list[Event]:
+        """Advance; returns the events since the last call."""
+        self.advance(now_s, budget)
+        events, self.events[:] = list(self.events), []
+        return events
 
 
 class Connection:
@@ -117,15 +190,15 @@ PLANE_BYTES = len(BLOCKS) * STAGED.slice_bytes
 """One of 4 planes; a window is an eighth of the arena."""
 
 
-def make(planes_in_arena: int) -> tuple[Transfers, Connection, Copies]:
+def make(planes_in_arena: int) -> tuple[Recorded, Connection, Copies]:
     """Transfers with an arena for so many planes, one plane being a window."""
     agent, copies = Connection(), Copies()
     area = StagingArea(torch.zeros(planes_in_arena * PLANE_BYTES, dtype=torch.uint8), copies)
-    return Transfers(area), agent, copies
+    return Recorded(area), agent, copies
 
 
 def start(
-    transfers: Transfers,
+    transfers: Recorded,
     request_id: str,
     parts: Sequence[Part],
     connection: Connection,
@@ -133,18 +206,18 @@ def start(
     budget: Budget = UNLIMITED,
 ) -> None:
     """Read the parts of a request, as far as they can be posted now."""
-    transfers.start(request_id, parts, connection)
+    transfers.begin(request_id, parts, connection)
     transfers.post(now_s, budget)
 
 
 def failures(events) -> dict[str, str]:
     """What failed, and why."""
-    return {each.request_id: each.fault for each in events if isinstance(each, PartFailed)}
+    return {each.request_id: each.fault for each in events if isinstance(each, Failed)}
 
 
 def drained(events) -> list[tuple[str, int]]:
     """The parts that nothing writes for any more."""
-    return [(each.request_id, each.key) for each in events if isinstance(each, PartDrained)]
+    return [(each.request_id, each.key) for each in events if isinstance(each, Drained)]
 
 
 def parts_of(transfers: Transfers) -> Sequence[Part]:
@@ -168,10 +241,10 @@ def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     assert len(agent.posted) == 4 and transfers.area.spans.free_bytes == 0
     assert {lists[0] for lists in agent.posted} == {ARENA_LIST}
     agent.states[2] = TransferState.DONE
-    assert transfers.advance(0.0) == [] and agent.released == [2]
+    assert transfers.look(0.0) == [] and agent.released == [2]
     assert len(copies.made) == 1 and transfers.area.spans.free_bytes == 0
     copies.made[0].made = True
-    assert transfers.advance(0.0) == [PartDrained("r", 2, Strategy.STAGED, "telemetry 2")]
+    assert transfers.look(0.0) == [Drained("r", 2, Strategy.STAGED, "telemetry 2")]
     assert transfers.area.spans.free_bytes == PLANE_BYTES
     assert len(transfers) == 3
 
@@ -185,7 +258,7 @@ def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena)
     assert agent.released == [0, 1, 2, 3] and not transfers.is_lingering
     for copy in copies.made:
         copy.made = True
-    assert drained(transfers.advance(0.0)) == [("r", key) for key in range(4)]
+    assert drained(transfers.look(0.0)) == [("r", key) for key in range(4)]
     assert len(transfers) == 0
 
 
@@ -196,10 +269,10 @@ def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
     seen = []
     for step in (lambda: None, lambda: agent.states.update({2: TransferState.DONE}), lambda: None):
         step()
-        transfers.advance(0.0)
+        transfers.look(0.0)
         seen.append(transfers.has_moved)
     copies.made[0].made = True
-    transfers.advance(0.0)
+    transfers.look(0.0)
     assert (seen, transfers.has_moved) == ([False, True, False], True)
 
 
@@ -209,14 +282,14 @@ def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_part
     transfers, agent, copies = make(planes_in_arena)
     start(transfers, "r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.FAILED
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert "could not read from peer" in failures(events)["r"] and drained(events) == []
     assert transfers.area.spans.free_bytes == max(planes_in_arena - 1, 0) * PLANE_BYTES
     assert len(transfers) == 1 and not agent.released and not copies.made
     transfers.on_lane_closed(Connection())
-    assert drained(transfers.advance(0.0)) == []
+    assert drained(transfers.look(0.0)) == []
     transfers.on_lane_closed(agent)
-    assert drained(transfers.advance(0.0)) == [("r", 0)]
+    assert drained(transfers.look(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
     assert len(transfers) == 0
 
@@ -226,11 +299,11 @@ def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, plane
     """However late; it is polled until then, not released, and what it brings is not copied."""
     transfers, agent, copies = make(planes_in_arena)
     start(transfers, "r", one_window_parts[:1], agent, 0.0)
-    transfers.give_up("r")
-    assert transfers.advance(1000.0) == [] and not agent.released
+    transfers.end("r")
+    assert transfers.look(1000.0) == [] and not agent.released
     assert transfers.is_lingering and not transfers.is_moving
     agent.states[0] = TransferState.DONE
-    (event,) = transfers.advance(2000.0)
+    (event,) = transfers.look(2000.0)
     assert not transfers.is_lingering
     assert drained([event]) == [("r", 0)] and event.telemetry is None
     assert agent.released == [0] and not copies.made
@@ -241,9 +314,9 @@ def test_failure_is_told_though_nobody_wants_the_read(one_window_parts):
     """Only the end of its connection makes it quiet: somebody has to break that off."""
     transfers, agent, _ = make(0)
     start(transfers, "r", one_window_parts[:1], agent, 0.0)
-    transfers.give_up("r")
+    transfers.end("r")
     agent.states[0] = TransferState.FAILED
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert "could not read from peer" in failures(events)["r"] and drained(events) == []
 
 
@@ -252,7 +325,7 @@ def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
     transfers, agent, _ = make(0)
     start(transfers, "r", one_window_parts[:2], agent, 0.0)
     transfers.on_lane_closed(agent)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert "connection with peer was given up" in failures(events)["r"]
     assert drained(events) == [("r", 0), ("r", 1)]
 
@@ -264,11 +337,11 @@ def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
     start(transfers, "r", one_window_parts[:2], agent, 0.0)
     start(transfers, "s", one_window_parts[:1], other, 0.0)
     transfers.retire(agent)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert set(failures(events)) == {"r"} and drained(events) == [("r", 1)]
     agent.states[0] = TransferState.DONE
-    transfers.give_up("r")
-    assert drained(transfers.advance(0.0)) == [("r", 0)]
+    transfers.end("r")
+    assert drained(transfers.look(0.0)) == [("r", 0)]
     assert len(agent.posted) == 1 and len(other.posted) == 1
 
 
@@ -276,14 +349,14 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     """A read that never ends holds up nobody for ever."""
     transfers, agent, _ = make(1)
     start(transfers, "r", one_window_parts, agent, 0.0)
-    transfers.advance(_SPAN_WAIT_S * 0.9)
+    transfers.look(_SPAN_WAIT_S * 0.9)
     assert len(agent.posted) == 1
-    transfers.advance(_SPAN_WAIT_S)
+    transfers.look(_SPAN_WAIT_S)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST] + 3 * [DIRECT_LIST]
     for number in (1, 2, 3):
         agent.states[number] = TransferState.DONE
-    ended = transfers.advance(_SPAN_WAIT_S)
-    assert {(each.key, each.strategy) for each in ended if isinstance(each, PartDrained)} == {
+    ended = transfers.look(_SPAN_WAIT_S)
+    assert {(each.key, each.strategy) for each in ended if isinstance(each, Drained)} == {
         (key, Strategy.DIRECT) for key in (1, 2, 3)
     }
 
@@ -296,9 +369,9 @@ def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
     for number in range(4):
         now_s += _SPAN_WAIT_S * 0.9
         agent.states[number] = TransferState.DONE
-        transfers.advance(now_s)
+        transfers.look(now_s)
         copies.made[number].made = True
-        assert len(transfers.advance(now_s)) == 1
+        assert len(transfers.look(now_s)) == 1
     assert [lists[0] for lists in agent.posted] == 4 * [ARENA_LIST]
     assert len(transfers) == 0
 
@@ -315,11 +388,11 @@ def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
     transfers, agent, _ = make(1)
     start(transfers, "bad", one_window_parts, agent, 0.0)
     start(transfers, "good", one_window_parts[:1], agent, 0.0)
-    transfers.give_up("bad")
-    events = transfers.advance(0.0)
+    transfers.end("bad")
+    events = transfers.look(0.0)
     assert drained(events) == [("bad", 1), ("bad", 2), ("bad", 3)] and not failures(events)
     agent.states[0] = TransferState.DONE
-    assert drained(transfers.advance(0.0)) == [("bad", 0)]
+    assert drained(transfers.look(0.0)) == [("bad", 0)]
     assert len(agent.posted) == 2 and len(transfers) == 1
 
 
@@ -328,7 +401,7 @@ def test_read_that_was_refused_before_it_began_is_quiet(one_window_parts):
     transfers, agent, _ = make(4)
     agent.refusal = TransferError("no")
     start(transfers, "r", one_window_parts[:1], agent, 0.0)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert failures(events) == {"r": "no"} and drained(events) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
@@ -338,11 +411,11 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
     transfers, agent, _ = make(4)
     agent.refusal = InDoubtError("not any more")
     start(transfers, "r", one_window_parts[:1], agent, 0.0)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert failures(events) == {"r": "not any more"} and drained(events) == []
     assert transfers.area.spans.free_bytes == 3 * PLANE_BYTES
     transfers.on_lane_closed(agent)
-    assert drained(transfers.advance(0.0)) == [("r", 0)]
+    assert drained(transfers.look(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -353,7 +426,7 @@ def test_copy_on_the_host_is_made_once_its_window_has_landed(one_window_parts):
     agent.ends_at_once = True
     start(transfers, "r", one_window_parts, agent, 0.0)
     assert transfers.area.spans.free_bytes == 2 * PLANE_BYTES
-    assert drained(transfers.advance(0.0)) == [("r", key) for key in range(4)]
+    assert drained(transfers.look(0.0)) == [("r", key) for key in range(4)]
     assert {lists[0] for lists in agent.posted} == {ARENA_LIST} and len(transfers) == 0
 
 
@@ -393,11 +466,11 @@ def test_copy_that_cannot_be_made_fails_its_part_only(one_window_parts):
     copies.submit = refuse
     start(transfers, "r", one_window_parts, agent, 0.0)
     agent.states[1] = TransferState.DONE
-    failed, ended = transfers.advance(0.0)
-    assert failed.local
+    failed, ended = transfers.look(0.0)
+    assert failed.is_local
     assert failed.fault == "its bytes could not be put in their places: out of memory"
     assert drained([ended]) == [("r", 1)] and ended.telemetry is None
-    assert transfers.advance(0.0) == [] and agent.released == [1]
+    assert transfers.look(0.0) == [] and agent.released == [1]
     assert transfers.area.spans.free_bytes == PLANE_BYTES and len(transfers) == 3
 
 
@@ -406,12 +479,12 @@ def test_long_step_is_no_standstill(one_window_parts):
     transfers, agent, copies = make(1)
     start(transfers, "r", one_window_parts, agent, 0.0)
     agent.states[0] = TransferState.DONE
-    transfers.advance(2 * _SPAN_WAIT_S)
+    transfers.look(2 * _SPAN_WAIT_S)
     assert len(agent.posted) == 1
-    transfers.advance(4 * _SPAN_WAIT_S)
+    transfers.look(4 * _SPAN_WAIT_S)
     assert len(agent.posted) == 1
     copies.made[0].made = True
-    transfers.advance(6 * _SPAN_WAIT_S)
+    transfers.look(6 * _SPAN_WAIT_S)
     assert [lists[0] for lists in agent.posted] == 2 * [ARENA_LIST]
 
 
@@ -439,7 +512,7 @@ def test_posting_goes_on_in_the_next_turn(one_window_parts, planes_in_arena):
     assert len(agent.posted) == 1 and transfers.is_moving
     assert transfers.has_backlog
     for posted in (2, 3, 4):
-        transfers.advance(0.0, pieces(1))
+        transfers.look(0.0, pieces(1))
         assert len(agent.posted) == posted
     assert not transfers.has_backlog
 
@@ -462,7 +535,7 @@ def test_every_read_is_looked_at_in_turns(one_window_parts):
     start(transfers, "r", one_window_parts, agent, 0.0)
     looked.clear()
     for _ in range(8):
-        transfers.advance(0.0, pieces(1))
+        transfers.look(0.0, pieces(1))
     assert looked == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
@@ -473,9 +546,9 @@ def test_backlog_of_a_connection_that_drains_is_never_posted(one_window_parts):
     other = Connection()
     start(transfers, "a", direct, agent, 0.0, pieces(1))
     start(transfers, "b", direct, other, 0.0, pieces(1))
-    transfers.give_up("b")
+    transfers.end("b")
     transfers.retire(agent)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert "was given up" in failures(events)["a"] and "b" not in failures(events)
     num_posted = len(agent.posted) + len(other.posted)
     assert len(drained(events)) + num_posted == 2 * len(direct)
@@ -498,10 +571,10 @@ def test_what_is_prefetched_is_posted_once_nothing_else_is(one_window_parts, pla
     if not planes_in_arena:
         parts = [Part(PREPARED, [part.window.selection]) for part in parts]
     whole, early = Connection(), agent
-    transfers.start("early", parts, early, first_key=3, is_prefetch=True)
+    transfers.begin("early", parts, early, is_prefetch=True)
     transfers.post(0.0, pieces(1))
     assert len(early.posted) == 1
-    transfers.start("whole", parts, whole)
+    transfers.begin("whole", parts, whole)
     for posted in (1, 2, 3):
         transfers.post(0.0, pieces(1))
         assert (len(whole.posted), len(early.posted)) == (posted, 1)
@@ -512,7 +585,7 @@ def test_what_is_prefetched_is_posted_once_nothing_else_is(one_window_parts, pla
     assert len(early.posted) == 4 and len(transfers) == 8
     for handle in range(4):
         early.states[handle] = TransferState.FAILED
-    assert set(failures(transfers.advance(0.0))) == {"early"}
+    assert set(failures(transfers.look(0.0))) == {"early"}
 
 
 def test_what_is_prefetched_is_given_up_as_anything_else(one_window_parts):
@@ -521,14 +594,14 @@ def test_what_is_prefetched_is_given_up_as_anything_else(one_window_parts):
     direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
     other = Connection()
     for name, connection in (("a", agent), ("b", other)):
-        transfers.start(name, direct, connection, first_key=5, is_prefetch=True)
-    transfers.give_up("a")
+        transfers.begin(name, direct, connection, is_prefetch=True)
+    transfers.end("a")
     transfers.retire(other)
     transfers.post(0.0, UNLIMITED)
     assert not agent.posted and not other.posted and not len(transfers)
-    events = transfers.advance(0.0)
+    events = transfers.look(0.0)
     assert set(failures(events)) == {"b"}
-    assert sorted(drained(events)) == [(name, key) for name in "ab" for key in range(5, 9)]
+    assert sorted(drained(events)) == [(name, key) for name in "ab" for key in range(4)]
 
 
 @pytest.mark.parametrize("planes_in_arena", [0, 32], ids=["direct", "staged"])
@@ -541,11 +614,11 @@ def test_what_was_prefetched_takes_its_turn_once_its_request_is_offered(
     if not planes_in_arena:
         parts = [Part(PREPARED, [part.window.selection]) for part in parts]
     other = Connection()
-    transfers.start("early", parts, agent, is_prefetch=True)
-    transfers.start("another early", parts, other, is_prefetch=True)
-    transfers.start("first", parts[:1], other)
-    transfers.promote("early")
-    transfers.start("last", parts, other)
+    transfers.begin("early", parts, agent, is_prefetch=True)
+    transfers.begin("another early", parts, other, is_prefetch=True)
+    transfers.begin("first", parts[:1], other)
+    transfers.promote(transfers.requests["early"])
+    transfers.begin("last", parts, other)
     for _ in range(5):
         transfers.post(0.0, pieces(1))
     assert (len(other.posted), len(agent.posted)) == (1, 4)

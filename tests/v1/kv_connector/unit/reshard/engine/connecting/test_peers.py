@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.transport.checks import Check
 from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     HUNG_GRACE_S,
     OFFER,
@@ -283,14 +284,13 @@ def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     peer = connected(table, network)
     old = peer.connection
     (lease_table,) = old.lease_tables.values()
-    old.leases.check_later(("a", 1), "r", OFFER, lease_table, 1e9)
+    check = Check(old.leases, "r", OFFER, [lease_table])
     table.break_off(old, 1.0)
     close_due(table, 1.0)
     assert old.is_connected
-    results = []
-    while not results:
-        results = old.leases.advance()
-    assert [each.failure for each in results] == [None]
+    while not check.is_over():
+        pass
+    assert check.error is None
     close_due(table, 1.0)
     assert not old.is_connected
 

@@ -13,7 +13,10 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.v1.kv_connector.unit.reshard.containers import sizes
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import (
     STEADY_S,
@@ -23,15 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.watched_requests import (
     Refusal,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.completions import (
-    Completions,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.doubt import BlocksInDoubt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.readings import Readings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     ReadFailure,
     ReshardStats,
@@ -41,24 +40,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ConsumerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import suspended
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     LeaseChecker,
+    LeaseCheckFailure,
+    LeaseError,
     prepare_table,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    PartDrained,
-    PartFailed,
+    Arrived,
+    PartError,
+    RequestReads,
     Transfers,
 )
 
@@ -69,7 +71,9 @@ class Connection:
     def __init__(self, lane: Lane | None = None) -> None:
         self.lane = lane
         self.lifetime = Lifetime(100.0)
-        self.leases: list[str] = []
+        self.leases = SimpleNamespace(
+            give_up=lambda: None, advance=lambda: None, is_busy=False, is_broken=False
+        )
         self.is_connected = self.is_drained = True
         self.legs: list[object] = []
         self.lease_tables: dict[str, object] = {}
@@ -89,6 +93,13 @@ def lanes() -> Lanes:
         return made
 
     return Lanes(make, 1)
+
+
+class Read:
+    """A part of a request, read from the worker `p`."""
+
+    leg = SimpleNamespace(remote=SimpleNamespace(peer="p"))
+    connection: Connection
 
 
 class Worker:
@@ -124,9 +135,9 @@ class Worker:
             assert error is None
             self.reads.on_connected(peer)
         self.reads.begin(now_s, budget)
-        completions = self.reads.take_completions()
-        self.failed += completions.failed
-        return sorted(completions.received)
+        report = self.reads.take_report()
+        self.failed += report.failed
+        return sorted(report.received)
 
     def _dial(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
@@ -224,10 +235,16 @@ def test_request_that_cannot_be_taken_up_fails_alone(worker, monkeypatch):
 
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):
     """Its lease cannot be looked up any more; it does not wait for its deadline to hear that."""
-    part = SimpleNamespace(leg=SimpleNamespace(remote=SimpleNamespace(peer="p")))
+    part = Read()
     monkeypatch.setattr(RequestBlocks, "select", lambda *_: ["something"])
     monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
-    monkeypatch.setattr(Transfers, "start", lambda *_, **__: None)
+    started: list[RequestReads] = []
+
+    def start(_, reads, parts, connection) -> None:
+        reads.parts.update(dict.fromkeys(parts))
+        started.append(reads)
+
+    monkeypatch.setattr(Transfers, "start", start)
     worker.ask(0, "a")
     worker.poll()
     worker.answer()
@@ -236,8 +253,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     connection.legs, connection.lease_tables = [part], {"p": None}
     assert worker.poll() == []
     connection.is_connected = False
-    copied = PartDrained("a", 0, Strategy.STAGED)
-    monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
+    started[0].drain(part)
     worker.reads.advance(1.0, UNLIMITED)
     assert worker.poll(now_s=1.0) == worker.failed == ["a"]
 
@@ -246,7 +262,10 @@ class Prefetching:
     """A request of which half is read while its prompt is computed, with reads that land late."""
 
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.worker, self.events, self.started = worker, [], []
+        self.worker = worker
+        # Whether each part that was started is prefetched.
+        self.started: list[bool] = []
+        self.parts: list[tuple[RequestReads, Read]] = []
         self.given_up: list[str] = []
         self.promoted: list[str] = []
         self.selected: list[Receive] = []
@@ -260,17 +279,19 @@ class Prefetching:
             ),
         )
         self.leg = SimpleNamespace(leg=leg, remote=SimpleNamespace(peer="p"))
-        self.part = SimpleNamespace(leg=self.leg)
         monkeypatch.setattr(
             RequestBlocks,
             "select",
             lambda blocks, _: self.selected.append(blocks._receive) or ["something"],
         )
-        monkeypatch.setattr(Transfers, "cut", lambda *_: [self.part])
+        monkeypatch.setattr(Transfers, "cut", lambda *_: [Read()])
         monkeypatch.setattr(Transfers, "start", self._start)
-        monkeypatch.setattr(Transfers, "give_up", lambda _, each: self.given_up.append(each))
-        monkeypatch.setattr(Transfers, "advance", lambda *_: self._take_events())
-        monkeypatch.setattr(Transfers, "promote", lambda _, each: self.promoted.append(each))
+        monkeypatch.setattr(
+            Transfers, "give_up", lambda _, reads: self.given_up.append(reads.request_id)
+        )
+        monkeypatch.setattr(
+            Transfers, "promote", lambda _, reads: self.promoted.append(reads.request_id)
+        )
         self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
         self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
         peer = worker.peers.get_or_connect(self.source, 0.0)
@@ -280,9 +301,7 @@ class Prefetching:
         self.connection = peer.connection
         self.connection.legs = [self.leg]
         self.looked_up: list[tuple] = []
-        self.connection.leases = SimpleNamespace(
-            check_later=lambda *what: self.looked_up.append(what), advance=list
-        )
+        self.connection.leases.confirm = self._confirm
         self.connection.lease_tables = {"p": None}
 
     def compute(self, num_tokens: int, attempt: int = 1) -> None:
@@ -306,28 +325,38 @@ class Prefetching:
         self.worker.reads.start_request("d", whole, 1.0)
         self.worker.poll()
 
-    def see(self, *events: object) -> list[str]:
-        """Some parts have got on; returns what is received then."""
-        self.events += events
+    def arrive(self, number: int, num_bytes: int = 0) -> list[str]:
+        """A part has arrived; returns what is received then."""
+        reads, part = self.parts[number]
+        if num_bytes:
+            telemetry = SimpleNamespace(
+                totalBytes=num_bytes, xferDuration=1, postDuration=1, descCount=1
+            )
+            reads.arrived.append(Arrived(Strategy.DIRECT, telemetry))
+        reads.drain(part)
+        return self.advance()
+
+    def fail(self, number: int) -> list[str]:
+        """A part has failed, and may still be written."""
+        self.parts[number][0].fail(PartError("NIXL could not read", is_local=True))
+        return self.advance()
+
+    def advance(self) -> list[str]:
+        """Have a poll; returns what is received then."""
         self.worker.reads.advance(1.0, UNLIMITED)
         return self.worker.poll()
 
-    def _start(self, request_id, parts, connection, *, first_key=0, is_prefetch=False) -> None:
-        self.started += [(key + first_key, is_prefetch) for key in range(len(parts))]
+    def _start(self, reads, parts, connection, *, is_prefetch=False) -> None:
+        for part in parts:
+            part.connection = connection
+            reads.parts[part] = None
+            self.parts.append((reads, part))
+            self.started.append(is_prefetch)
 
-    def _take_events(self) -> list:
-        events, self.events[:] = list(self.events), []
-        return events
-
-
-def done(key: int) -> PartDrained:
-    """A part that has arrived."""
-    return PartDrained("d", key, Strategy.DIRECT)
-
-
-def telemetry(num_bytes: int) -> SimpleNamespace:
-    """What NIXL has measured of a part."""
-    return SimpleNamespace(totalBytes=num_bytes, xferDuration=1, postDuration=1, descCount=1)
+    async def _confirm(self, *what: object) -> None:
+        self.looked_up.append(what)
+        while True:
+            await suspended()
 
 
 @pytest.fixture
@@ -339,53 +368,53 @@ def prefetching(worker, monkeypatch) -> Prefetching:
 def test_rest_of_a_prefetched_request_need_not_wait_for_the_first_of_it(prefetching):
     """It is looked up when the last part has arrived, whichever that is."""
     prefetching.compute(5)
-    assert prefetching.started == [(0, True)] and prefetching.selected[-1].local_block_ids == [[7]]
+    assert prefetching.started == [True] and prefetching.selected[-1].local_block_ids == [[7]]
     prefetching.offer()
-    assert prefetching.started == [(0, True), (1, False)] and prefetching.promoted == ["d"]
+    assert prefetching.started == [True, False] and prefetching.promoted == ["d"]
     assert prefetching.selected[-1].local_block_ids == [[8]]
-    assert prefetching.see(done(1)) == [] and not prefetching.looked_up
-    assert prefetching.see(done(0)) == [] and len(prefetching.looked_up) == 1
+    assert prefetching.arrive(1) == [] and not prefetching.looked_up
+    assert prefetching.arrive(0) == [] and len(prefetching.looked_up) == 1
 
 
 def test_request_that_was_prefetched_whole_is_only_looked_up(prefetching, monkeypatch):
     """Where nothing is left to be read, its lease is what is left to be seen."""
     prefetching.compute(8)
-    prefetching.see(done(0))
+    prefetching.arrive(0)
     monkeypatch.setattr(Transfers, "cut", lambda *_: [])
     prefetching.offer()
-    assert prefetching.started == [(0, True)] and len(prefetching.looked_up) == 1
+    assert prefetching.started == [True] and len(prefetching.looked_up) == 1
 
 
 def test_request_is_not_read_anew_while_something_else_writes_into_its_blocks(prefetching):
     """What was read of an attempt that was given up lands where the next one's is to be."""
     prefetching.compute(5)
     prefetching.offer(attempt=2)
-    assert prefetching.started == [(0, True)] and prefetching.given_up == ["d"]
-    assert prefetching.see(done(0)) == []
-    assert prefetching.started == [(0, True), (1, False)]
+    assert prefetching.started == [True] and prefetching.given_up == ["d"]
+    assert prefetching.arrive(0) == []
+    assert prefetching.started == [True, False]
     assert prefetching.selected[-1].local_block_ids == [[7, 8]]
-    assert prefetching.see(done(1)) == [] and len(prefetching.looked_up) == 1
+    assert prefetching.arrive(1) == [] and len(prefetching.looked_up) == 1
 
 
 def test_part_that_fails_before_the_offer_fails_no_request(prefetching):
     """All of it is read, once what has failed cannot write any more."""
     prefetching.compute(5)
-    assert prefetching.see(PartFailed("d", "NIXL could not read", local=True)) == []
+    assert prefetching.fail(0) == []
     prefetching.compute(8)
-    assert prefetching.started == [(0, True)] and not prefetching.worker.failed
+    assert prefetching.started == [True] and not prefetching.worker.failed
     prefetching.offer()
-    assert prefetching.started == [(0, True)]
-    assert prefetching.see(done(0)) == []
-    assert prefetching.started == [(0, True), (1, False)]
+    assert prefetching.started == [True]
+    assert prefetching.arrive(0) == []
+    assert prefetching.started == [True, False]
 
 
 def test_part_that_fails_after_the_offer_fails_its_request(prefetching):
     """The rest counts on it."""
     prefetching.compute(5)
     prefetching.offer()
-    assert prefetching.see(PartFailed("d", "NIXL could not read", local=True)) == []
+    assert prefetching.fail(0) == []
     assert prefetching.worker.failed == ["d"]
-    assert prefetching.see(done(0)) == [] and prefetching.see(done(1)) == ["d"]
+    assert prefetching.arrive(0) == [] and prefetching.arrive(1) == ["d"]
 
 
 def test_prompt_that_takes_long_is_not_late(prefetching):
@@ -405,15 +434,15 @@ def test_exception_while_something_is_prefetched_is_not_the_requests_end(prefetc
         prefetching.compute(8)
     assert not prefetching.worker.failed and prefetching.given_up == ["d"]
     prefetching.offer()
-    assert prefetching.started == [(0, True)]
-    assert prefetching.see(done(0)) == []
-    assert prefetching.started == [(0, True), (2, False)]
+    assert prefetching.started == [True]
+    assert prefetching.arrive(0) == []
+    assert prefetching.started == [True, False]
 
 
 def test_part_that_was_not_begun_does_not_count_as_read(prefetching, monkeypatch):
     """Where an exception comes up before its reads, also those of the first part."""
     with monkeypatch.context() as patch:
-        patch.setattr(ConsumerLedger, "prefetch", lambda *_: 1 / 0)
+        patch.setattr(Transfers, "start", lambda *_, **__: 1 / 0)
         prefetching.compute(5)
     prefetching.offer()
     assert prefetching.selected[-1].local_block_ids == [[7, 8]]
@@ -426,7 +455,7 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
     state = ReadState.IN_LAST_CHUNK
     refusal = Refusal("d", prefetching.early, "its prefill was aborted", None, state, 0.5)
     reads.refuse(refusal, 1.0)
-    assert prefetching.see() == [] and prefetching.worker.failed == ["d"]
+    assert prefetching.advance() == [] and prefetching.worker.failed == ["d"]
     assert reads.next_due_s == 601.0
     broken_off: list = []
     monkeypatch.setattr(
@@ -439,10 +468,10 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
 def test_offer_whose_beginning_fails_is_its_requests_failure_alone(prefetching, monkeypatch):
     """What was prefetched of it is accounted for already."""
     prefetching.compute(5)
-    monkeypatch.setattr(Readings, "offer", lambda *_: 1 / 0)
+    monkeypatch.setattr(Transfers, "promote", lambda *_: 1 / 0)
     prefetching.offer()
     assert prefetching.worker.failed == ["d"]
-    assert prefetching.see(done(0)) == ["d"]
+    assert prefetching.arrive(0) == ["d"]
 
 
 def test_line_of_a_request_that_is_not_offered_tells_what_it_waited_for(worker, caplog_vllm):
@@ -463,9 +492,9 @@ def test_log_tells_how_many_bytes_were_read(prefetching, caplog_vllm):
     """Also where no client traces anything: before the offer, and in all."""
     caplog_vllm.set_level(logging.DEBUG, "vllm")
     prefetching.compute(5)
-    prefetching.see(replace(done(0), telemetry=telemetry(600)))
+    prefetching.arrive(0, num_bytes=600)
     prefetching.offer()
-    prefetching.see(replace(done(1), telemetry=telemetry(400)))
+    prefetching.arrive(1, num_bytes=400)
     assert "being read while its prompt is computed, 600 bytes so far." in caplog_vllm.text
     assert "ms of being read, 1000 bytes so far." in caplog_vllm.text
 
@@ -481,7 +510,8 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     broken_off: list = []
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
     worker.reads.advance(600.0, UNLIMITED)
-    assert worker.reads.take_completions() == Completions({}, {"a"}, {"a": 0.0})
+    report = worker.reads.take_report()
+    assert (report.failed, report.received, report.offered_at_s) == ({}, {"a"}, {"a": 0.0})
     assert not broken_off and worker.reads.next_due_s is None
 
 
@@ -509,7 +539,7 @@ class Checked:
             self.worker.peers, "break_off", lambda *what: self.broken_off.append(what)
         )
         prefetching.compute(8)
-        prefetching.see(done(0))
+        prefetching.arrive(0)
         monkeypatch.setattr(Transfers, "cut", lambda *_: [])
         prefetching.offer()
         assert self.worker.reads.next_due_s == 601.0
@@ -530,11 +560,11 @@ def checked(prefetching, monkeypatch) -> Checked:
 def test_request_that_is_not_offered_in_time_costs_no_connection(checked, last_look_at_s):
     """Its producer answers: other requests are read from it as before."""
     checked.advance(1.0, 1.0, last_look_at_s)
-    assert len(checked.connection.leases) == 1
+    assert checked.connection.leases.is_busy
     checked.advance(601.0)
     assert checked.worker.poll(now_s=601.0) == checked.worker.failed == ["d"]
     assert checked.worker.stats.data["read_failures"] == ["lease"]
-    assert not checked.broken_off and not checked.connection.leases
+    assert not checked.broken_off and not checked.connection.leases.is_busy
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -551,7 +581,7 @@ def test_only_a_look_that_hangs_costs_the_connection(checked, monkeypatch, hangs
         if hangs:
             checked.advance(611.0)
     checked.advance(610.5, 610.5)
-    assert bool(checked.broken_off) is hangs and not checked.connection.leases
+    assert bool(checked.broken_off) is hangs and not checked.connection.leases.is_busy
 
 
 @pytest.mark.parametrize(
@@ -567,5 +597,135 @@ def test_line_of_a_request_that_was_not_begun_in_time(
         worker.answer()
         worker.peers.advance(0.0)
     worker.reads.advance(600.0, UNLIMITED)
-    assert set(worker.reads.take_completions().failed) == {"a"}
+    assert set(worker.reads.take_report().failed) == {"a"}
     assert "waited 600 s for " + waited_for.format("engine0 at p0.example:5600") in caplog_vllm.text
+
+
+def test_reader_forgets_what_it_has_read(worker):
+    """Well or not, and whatever was waited for."""
+    worker.ask(0, "first")
+    worker.poll()
+    worker.answer()
+    assert worker.poll() == ["first"]
+    worker.reads.advance(0.0, UNLIMITED)
+    worker.stats.reset()
+    before = sizes(worker.reads)
+    for number in range(1000):
+        name = str(number)
+        worker.ask(0, name, now_s=float(number))
+        if number % 2:
+            worker.reads.abandon([name])
+        assert worker.poll(now_s=float(number)) == [name]
+        worker.reads.advance(float(number), UNLIMITED)
+        worker.stats.reset()
+    assert sizes(worker.reads) == before
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Requests end once, when nothing writes any more, and rightly, whatever happens when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(RequestBlocks, "select", lambda *_: ["something"])
+        self.worker = Worker()
+        self.worker.ask(0, "first")
+        self.worker.poll()
+        self.worker.answer()
+        self.worker.poll()
+        (self.connection,) = self.worker.connections
+        self.connection.legs = [SimpleNamespace(leg=SimpleNamespace(per_sequence=False))]
+        self.connection.lease_tables = {"p": None}
+        self.connection.leases = SimpleNamespace(
+            confirm=self._confirm,
+            advance=lambda: None,
+            is_busy=False,
+            is_broken=False,
+        )
+        self.patch.setattr(Transfers, "cut", lambda *_: [Read() for _ in range(self.num_parts)])
+        self.patch.setattr(Transfers, "start", self._start)
+        self.patch.setattr(Transfers, "give_up", lambda *_: None)
+        self.num_parts = 0
+        self.reads: dict[str, RequestReads] = {}
+        self.begun: set[str] = set()
+        self.checks: dict[str, list[str]] = {}
+        self.failed: set[str] = set()
+        self.ended: set[str] = set()
+
+    def teardown(self) -> None:
+        """Undo the patches."""
+        self.patch.undo()
+
+    @rule(num_parts=st.integers(0, 3))
+    def begin(self, num_parts: int) -> None:
+        """A request of so many parts is read."""
+        self.num_parts = num_parts
+        request_id = f"request {len(self.begun)}"
+        self.begun.add(request_id)
+        self.worker.ask(0, request_id)
+        self._poll()
+
+    @precondition(lambda self: any(each.parts for each in self.reads.values()))
+    @rule(data=st.data(), fails=st.booleans())
+    def end_part(self, data: st.DataObject, fails: bool) -> None:
+        """A part arrives or fails; one that has failed may be written until it is drained."""
+        open_reads = sorted(key for key, each in self.reads.items() if each.parts)
+        request_id = data.draw(st.sampled_from(open_reads))
+        reads = self.reads[request_id]
+        if fails:
+            reads.fail(PartError("lost"))
+            self.failed.add(request_id)
+        else:
+            reads.drain(next(iter(reads.parts)))
+        self._poll()
+
+    @precondition(lambda self: self.checks)
+    @rule(data=st.data(), holds=st.booleans())
+    def end_check(self, data: st.DataObject, holds: bool) -> None:
+        """The lease of what was read has held, or not."""
+        request_id = data.draw(st.sampled_from(sorted(self.checks)))
+        if request_id not in self.failed:
+            self.checks[request_id].append("holds" if holds else "is over")
+            self.failed |= {request_id} if not holds else set()
+            self.worker.reads._requests[request_id].task.wake()
+        del self.checks[request_id]
+        self._poll()
+
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        """Another worker could not read it."""
+        request_id = data.draw(st.sampled_from(sorted(self.begun)))
+        if request_id not in self.ended:
+            self.failed.add(request_id)
+        self.worker.reads.abandon([request_id])
+        self._poll()
+
+    @invariant()
+    def all_is_reported_in_time(self) -> None:
+        """A failure at once; the end once no part is left and it has failed or was checked."""
+        assert set(self.worker.failed) == self.failed
+        assert len(self.worker.failed) == len(self.failed)
+        waiting = {key for key in self.checks if key not in self.failed}
+        reading = {key for key, each in self.reads.items() if each.parts}
+        assert self.ended == self.begun - reading - waiting
+
+    def _poll(self) -> None:
+        self.worker.reads.advance(0.0, UNLIMITED)
+        received = self.worker.poll()
+        assert not self.ended & set(received)
+        self.ended |= set(received)
+
+    def _start(self, reads: RequestReads, parts: list[Read], connection: Connection) -> None:
+        self.reads[reads.request_id] = reads
+        reads.parts.update(dict.fromkeys(parts))
+
+    async def _confirm(self, _: object, request_id: str, *more: object) -> None:
+        answers = self.checks[request_id] = []
+        while not answers:
+            await suspended()
+        if answers != ["holds"]:
+            raise LeaseError(LeaseCheckFailure.LEASE, "its lease is over")
+
+
+TestAnyOrder = AnyOrder.TestCase

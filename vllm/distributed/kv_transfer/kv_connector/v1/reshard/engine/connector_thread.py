@@ -31,8 +31,9 @@ from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
 from ..transport.doorbell import Ringer
+from .metadata import Report
 from .stalls import STALL_S, StallWatch
-from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
+from .transfer_engine import Incoming, SchedulerStep, TransferEngine
 
 logger = init_logger(__name__)
 

@@ -19,6 +19,7 @@ from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
 from ..transport.sockets import InternalAddress
+from .stats import ReshardStats
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,45 @@ class WorkerNews(KVConnectorWorkerMetadata):
         both.add(self)
         both.add(other)
         return both
+
+
+@dataclass(slots=True)
+class Report:
+    """The results of a poll, for the engine's thread.
+
+    Attributes:
+        sent: Requests whose blocks are not held for other engines any more.
+        received: Requests that were received, and those that failed and are drained.
+        offered_at_s: Since when each successfully received request could have been read.
+        failed: Requests that could not be read, each with its blocks, which may still be written
+            until the request is in `received`.
+        stats: Metrics; None without any.
+        news: News of requests that are not offered yet.
+    """
+
+    sent: set[RequestId] = field(default_factory=set)
+    received: set[RequestId] = field(default_factory=set)
+    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
+    failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
+    stats: ReshardStats | None = None
+    news: WorkerNews = field(default_factory=WorkerNews)
+
+    def __bool__(self) -> bool:
+        return self.is_awaited or self.stats is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if it has request results, not only metrics."""
+        return bool(self.sent or self.received or self.failed or self.news)
+
+    def add(self, later: Report) -> None:
+        """Merge a later report into this one."""
+        self.sent |= later.sent
+        self.received |= later.received
+        self.offered_at_s |= later.offered_at_s
+        self.failed |= later.failed
+        self.news.add(later.news)
+        if self.stats is None:
+            self.stats = later.stats
+        elif later.stats is not None:
+            self.stats.aggregate(later.stats)

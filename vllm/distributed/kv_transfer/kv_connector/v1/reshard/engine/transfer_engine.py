@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm.logger import init_logger
@@ -30,12 +30,12 @@ from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
 from .early.requests import EarlyRequests
-from .metadata import ReshardConnectorMetadata, WorkerNews
+from .metadata import Report, ReshardConnectorMetadata
 from .producer import ProducerSide
 from .queues import taken_once_done
 from .reading.consumer import ConsumerSide
+from .reading.incoming import named
 from .reading.notifier import Notifier
-from .reading.readings import named
 from .reading.renewals import Renewals
 from .stats import ReshardStats
 
@@ -71,48 +71,6 @@ class SchedulerStep:
 Incoming = SchedulerStep | Announcement | BoardUpdate
 """Input of a poll. The last two are ahead of the step that carries them, and come from a thread
 other than the engine's."""
-
-
-@dataclass(slots=True)
-class Report:
-    """The results of a poll, for the engine's thread.
-
-    Attributes:
-        sent: Requests whose blocks are not held for other engines any more.
-        received: Requests that were received, and those that failed and are drained.
-        offered_at_s: Since when each successfully received request could have been read.
-        failed: Requests that could not be read, each with its blocks, which may still be written
-            until the request is in `received`.
-        stats: Metrics; None without any.
-        news: News of requests that are not offered yet.
-    """
-
-    sent: set[RequestId] = field(default_factory=set)
-    received: set[RequestId] = field(default_factory=set)
-    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
-    failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
-    stats: ReshardStats | None = None
-    news: WorkerNews = field(default_factory=WorkerNews)
-
-    def __bool__(self) -> bool:
-        return self.is_awaited or self.stats is not None
-
-    @property
-    def is_awaited(self) -> bool:
-        """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed or self.news)
-
-    def add(self, later: Report) -> None:
-        """Merge a later report into this one."""
-        self.sent |= later.sent
-        self.received |= later.received
-        self.offered_at_s |= later.offered_at_s
-        self.failed |= later.failed
-        self.news.add(later.news)
-        if self.stats is None:
-            self.stats = later.stats
-        elif later.stats is not None:
-            self.stats.aggregate(later.stats)
 
 
 def _budget() -> Budget:
@@ -204,10 +162,7 @@ class TransferEngine:
         for connection in taken_once_done(self.peers.broken):
             self.transfers.retire(connection)
         report = self._report
-        completions = self.consumer.take_completions()
-        report.failed |= completions.failed
-        report.received |= completions.received
-        report.offered_at_s |= completions.offered_at_s
+        report.add(self.consumer.take_report())
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)

@@ -50,14 +50,14 @@ from .connecting.peers import PeerTable
 from .connector_thread import ConnectorThread
 from .devices import CacheDevice
 from .early.requests import EarlyRequests
-from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
+from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .producer import ProducerSide
 from .reading.consumer import ConsumerSide
 from .reading.notifier import Notifier
 from .reading.renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
-from .transfer_engine import Report, SchedulerStep, TransferEngine
+from .transfer_engine import SchedulerStep, TransferEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -2,8 +2,9 @@
 """Floor 3: bytes and state machines. No socket, no clock.
 
 ids                         what requests, engines and blocks are called
-ledgers                     what each side knows of its requests
-states                      where a request is
+ledgers                     what a prefill worker holds for readers
+states                      where a request is, and what may follow
+tasks                       functions that wait, and how a thread steps them
 lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it

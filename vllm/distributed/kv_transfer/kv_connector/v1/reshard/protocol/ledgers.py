@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of requests at each side of a transfer, without sockets, threads or clocks.
+"""The requests whose blocks a prefill worker holds, without sockets, threads or clocks.
 
-`ProducerLedger` tracks the requests whose blocks a prefill worker holds until all readers have
-notified it or the lease expires. `ConsumerLedger` tracks a decode worker's reads. Callers pass the
-time, in seconds of any monotonic clock, and act on the returned values. Both belong to the thread
-that drives them, the connector's.
+They are held until all readers have notified the worker or the lease expires. Callers pass the
+time, in seconds of any monotonic clock, and act on the returned values. A ledger belongs to the
+thread that drives it, the connector's.
 
 A producer's request goes through these states:
 
@@ -31,14 +30,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import RequestId
-from .quoting import one_line, quote
-from .states import ReadState
-
-AnyRead = TypeVar("AnyRead", bound="RequestRead")
 
 MAX_EARLY_NOTIFICATIONS = 1 << 10
 """Notifications kept for a request before its offer: more than any engine has workers."""
@@ -301,148 +296,3 @@ class ProducerLedger:
                 if self._held.get(lease[2]) is lease[3] and lease[3] is not gone
             ]
             heapify(self._leases)
-
-
-@dataclass(slots=True)
-class RequestRead:
-    """A request that a consumer reads. Only its ledger changes it.
-
-    Attributes:
-        request_id: Its id.
-        state: Its state.
-        parts: Keys of its parts that are not drained, unique within the request.
-        checks_left: Number of checks that are still to end.
-        fault: Why its blocks are invalid; None unless it failed.
-        is_over: Whether nothing can write into its blocks any more, and no check is awaited.
-    """
-
-    request_id: RequestId
-    state: ReadState = ReadState.WAITING
-    parts: set[int] = field(default_factory=set)
-    checks_left: int = 0
-    fault: str | None = None
-    is_over: bool = False
-
-    @property
-    def is_decided(self) -> bool:
-        """True if it was received or has failed, which is final."""
-        return self.is_over or self.state is ReadState.FAILED
-
-
-class ConsumerLedger(Generic[AnyRead]):
-    """The requests that a decode worker reads blocks for.
-
-                  offer          post           last part drained        last check done
-    PREFETCHING  ------> WAITING -----> READING -----------------> CHECKING ------> over, received
-       | fail             | fail          | fail                     | fail
-       v                  v               v     last part drained    v
-     FAILED --------------------------------------------------------------> over
-
-    Parts may be prefetched before a request is offered. Draining them does not end the request,
-    unless it has failed.
-
-    One fault fails a request at once, and a failed request is never received. A request is *over*
-    exactly once, and only after all its parts are drained, so that nothing can write into its
-    blocks; this holds for a failed request, too. The checks that follow the parts, such as the
-    lease check, write nothing there, and a failed request does not wait for them.
-
-    Attributes:
-        by_id: Requests by id, until `take` returns them as over.
-    """
-
-    def __init__(self) -> None:
-        self.by_id: dict[RequestId, AnyRead] = {}
-        self._failed: list[AnyRead] = []
-        self._ended: list[AnyRead] = []
-
-    def __len__(self) -> int:
-        return len(self.by_id)
-
-    def begin(self, read: AnyRead) -> None:
-        """Add a request that is not posted yet; no other may have its id."""
-        assert read.request_id not in self.by_id, f"{quote(read.request_id)} is being received"
-        self.by_id[read.request_id] = read
-
-    def prefetch(self, read: AnyRead, parts: Iterable[int]) -> None:
-        """Add parts of a request that is not offered yet."""
-        _expect(read, ReadState.PREFETCHING)
-        read.parts.update(parts)
-
-    def offer(self, read: AnyRead) -> None:
-        """Record that a prefetching request is offered."""
-        _expect(read, ReadState.PREFETCHING)
-        read.state = ReadState.WAITING
-
-    def post(self, read: AnyRead, parts: Iterable[int], *, pending_checks: int = 0) -> None:
-        """Add a waiting request's parts to those prefetched; they are read from now on.
-
-        Args:
-            read: The request.
-            parts: Keys of the parts. If nothing is left to drain, call `advance`.
-            pending_checks: Number of `check_done` calls to expect once all parts are drained.
-        """
-        _expect(read, ReadState.WAITING)
-        read.state = ReadState.READING
-        read.parts.update(parts)
-        read.checks_left = pending_checks
-
-    def part_drained(self, read: AnyRead, part: int) -> bool:
-        """Record that a part is drained; return what `advance` returns."""
-        read.parts.discard(part)
-        return self.advance(read)
-
-    def advance(self, read: AnyRead) -> bool:
-        """Move a request to its next state if its parts are drained.
-
-        Returns:
-            True if they are and the request was posted and has not failed, so that its checks may
-            begin. Repeated calls return the same.
-        """
-        if not read.parts and not read.is_over:
-            if read.state is ReadState.READING:
-                read.state = ReadState.CHECKING
-            is_checked = read.state is ReadState.CHECKING and not read.checks_left
-            if is_checked or read.state is ReadState.FAILED:
-                read.is_over = True
-                self._ended.append(read)
-        return not read.parts and read.state is ReadState.CHECKING
-
-    def fail(self, read: AnyRead, fault: str) -> bool:
-        """Fail a request.
-
-        Returns:
-            True if it was neither received nor failed before.
-        """
-        if read.is_decided:
-            return False
-        read.state, read.fault = ReadState.FAILED, fault
-        self._failed.append(read)
-        # Inline, because a call may raise: a failed request is not failed again, so never ended.
-        if not read.parts:
-            read.is_over = True
-            self._ended.append(read)
-        return True
-
-    def check_done(self, read: AnyRead) -> None:
-        """Record that one of the checks after the parts has ended."""
-        if read.state is ReadState.CHECKING and not read.is_over:
-            read.checks_left -= 1
-            self.advance(read)
-
-    def take(self) -> tuple[list[AnyRead], list[AnyRead]]:
-        """Return what has happened since the last call.
-
-        Returns:
-            The requests that failed, and those that are over, which the ledger forgets; each in
-            order. A request that failed and is over is in both.
-        """
-        failed, ended = self._failed, self._ended
-        self._failed, self._ended = [], []
-        for read in ended:
-            read.state = ReadState.ENDED
-            del self.by_id[read.request_id]
-        return failed, ended
-
-
-def _expect(read: RequestRead, state: ReadState) -> None:
-    assert read.state is state, f"{quote(read.request_id)} is {one_line(read.state.value)}"

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of a request: at the worker that holds its blocks, and at the worker that reads them.
 
-The values appear in the log.
+The values appear in the log. `READ_TRANSITIONS` are all transitions at the worker that reads: the
+diagram of `docs/architecture.md` is drawn from it.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+
+from .quoting import quote
 
 
 class HeldState(Enum):
@@ -60,3 +63,49 @@ class ReadState(Enum):
 
     ENDED = "over"
     """It was received, or it has failed and no read can write into its blocks any more."""
+
+
+READ_TRANSITIONS: dict[ReadState, frozenset[ReadState]] = {
+    ReadState.AWAITING_PREFILL: frozenset(
+        {
+            ReadState.IN_PREFILL,
+            ReadState.IN_LAST_CHUNK,
+            ReadState.OFFERED,
+            ReadState.WAITING,
+            ReadState.FAILED,
+        }
+    ),
+    ReadState.IN_PREFILL: frozenset(
+        {
+            ReadState.IN_LAST_CHUNK,
+            ReadState.OFFERED,
+            ReadState.PREFETCHING,
+            ReadState.WAITING,
+            ReadState.FAILED,
+        }
+    ),
+    ReadState.IN_LAST_CHUNK: frozenset(
+        {
+            # A preempted prompt is computed anew.
+            ReadState.IN_PREFILL,
+            ReadState.OFFERED,
+            ReadState.PREFETCHING,
+            ReadState.WAITING,
+            ReadState.FAILED,
+        }
+    ),
+    ReadState.OFFERED: frozenset({ReadState.WAITING, ReadState.FAILED}),
+    ReadState.PREFETCHING: frozenset({ReadState.WAITING, ReadState.FAILED}),
+    ReadState.WAITING: frozenset({ReadState.READING, ReadState.FAILED}),
+    ReadState.READING: frozenset({ReadState.CHECKING, ReadState.FAILED}),
+    ReadState.CHECKING: frozenset({ReadState.ENDED, ReadState.FAILED}),
+    ReadState.FAILED: frozenset({ReadState.ENDED}),
+    ReadState.ENDED: frozenset(),
+}
+"""The states that may follow each state of a request that a consumer reads."""
+
+
+def expect_transition(before: ReadState, after: ReadState) -> None:
+    """Raise an AssertionError for a transition that is not in `READ_TRANSITIONS`."""
+    is_known = after in READ_TRANSITIONS[before]
+    assert is_known, f"no transition: {quote(before.name)} to {quote(after.name)}"

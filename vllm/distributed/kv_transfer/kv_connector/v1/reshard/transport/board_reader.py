@@ -7,7 +7,6 @@ Everything here belongs to the connector's thread of the reading worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,7 @@ from ..memory.leg import side_by_side
 from ..protocol.board import MAX_RECORD_ROWS, NUM_ROWS, ROW_BYTES, WORDS_PER_ROW
 from ..protocol.quoting import quote
 from .agent import NixlAgent, Prepared, TransferState
-from .row_buffer import RowBuffer, RowRead
-
-if TYPE_CHECKING:
-    from .connection import PeerConnection
+from .row_buffer import Reads, RowBuffer, RowRead
 
 _ROOM_ROWS = 2 * MAX_RECORD_ROWS
 """Rows that can be read with one agent at the same time: 1 MiB for each lane."""
@@ -35,7 +31,7 @@ class BoardReader:
         board: Descriptor list of the board's rows.
     """
 
-    def __init__(self, buffer: RowBuffer, reads: PeerConnection, board: Prepared) -> None:
+    def __init__(self, buffer: RowBuffer, reads: Reads, board: Prepared) -> None:
         self._buffer, self._reads, self._board = buffer, reads, board
 
     @property

@@ -164,12 +164,12 @@ class PeerConnection:
     @property
     def close_at_s(self) -> float | None:
         """When its lane may be closed as far as it is concerned; None until it is retired."""
-        return self.lifetime.close_at_s(wanted=len(self.leases) > 0)
+        return self.lifetime.close_at_s(wanted=self.leases.is_busy)
 
     @property
     def is_drained(self) -> bool:
         """True if it can be closed without its lane: no reads or checks are under way."""
-        return self.lifetime.is_drained and not self.leases
+        return self.lifetime.is_drained and not self.leases.is_busy
 
     def close(self) -> None:
         """Close it. It must be drained or its lane closed, so that no read writes any more."""

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks after a read that the lease still held and covered the expected tokens and blocks.
 
-Each request is one check; one small read of a worker's lease table, a look, serves many of them. A
-producer's worker enters an offer a step after its engine has answered; a reader that is faster
-looks again. Everything here belongs to the connector's thread of the reading worker.
+Each request is one check in the table of each worker that it was read from; one small read of a
+table, a look, serves many requests. A producer's worker enters an offer a step after its engine has
+answered; a reader that is faster looks again. Everything here belongs to the connector's thread of
+the reading worker.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import TransferError
 from ..memory.leg import side_by_side
@@ -22,6 +23,7 @@ from ..protocol.ids import RequestId
 from ..protocol.leases import (
     BUCKET_BYTES,
     WORDS_PER_BUCKET,
+    Entry,
     Held,
     LeaseTableAddress,
     entry_of,
@@ -29,11 +31,9 @@ from ..protocol.leases import (
 )
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line, quote
+from ..protocol.tasks import Task, Tasks, suspended
 from .agent import NixlAgent, Prepared, TransferState
-from .row_buffer import RowBuffer, RowRead
-
-if TYPE_CHECKING:
-    from .connection import PeerConnection
+from .row_buffer import Reads, RowBuffer, RowRead
 
 _NUM_CHECKS = 1 << 10
 """Requests that are looked up at the same time; further ones wait."""
@@ -47,9 +47,6 @@ _MOST_LOOKS = 9
 """Looks at an entry with another fingerprint before it counts as a mismatch. Each wait is twice the
 last. A producer may answer before its worker's thread has entered the request, which it does when
 its step begins."""
-
-CheckKey: TypeAlias = tuple[RequestId, int]
-"""A request's id, and a number that tells requests with the same id apart."""
 
 
 class LeaseCheckFailure(Enum):
@@ -78,42 +75,40 @@ class PreparedTable:
     num_buckets: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of one check.
+class LeaseError(Exception):
+    """Blocks that were read cannot be used; the message says why.
 
-    Attributes:
-        key: Key of the check.
-        failure: Kind of fault; None if the lease held and its fingerprint matched.
-        fault: Why the bytes read cannot be trusted, in words; empty if they can.
+    Args:
+        failure: The kind of fault.
+        fault: The fault, in words.
     """
 
-    key: CheckKey
-    failure: LeaseCheckFailure | None = None
-    fault: str = ""
+    def __init__(self, failure: LeaseCheckFailure, fault: str) -> None:
+        super().__init__(fault)
+        self.failure = failure
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One request to check.
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """One request to look up in one table.
 
     Attributes:
-        key: Key of the check.
-        remote_request_id: The producer's id of the request.
-        fingerprint: Fingerprint that its entry should have.
-        table: Table to look it up in.
-        due_at_s: Deadline of the check.
-        look_at_s: When to look again, if it was not offered yet or had another fingerprint.
-        num_looks: Number of looks that found no entry, or another fingerprint.
+        entry: Its key in the table.
+        due_at_s: Deadline of its check.
+        task: Task to wake once it is answered.
+        held: What the table has; None before the look, or if that has failed.
+        fault: Why the look has failed; None before it, or if it has not.
     """
 
-    key: CheckKey
-    remote_request_id: RequestId
-    fingerprint: OfferFingerprint
-    table: PreparedTable
+    entry: Entry
     due_at_s: float
-    look_at_s: float = 0.0
-    num_looks: int = 0
+    task: Task
+    held: Held | None = None
+    fault: str | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        return self.held is not None or self.fault is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +116,13 @@ class _Look:
     """One read of buckets of a peer's table, one bucket for each request.
 
     Attributes:
-        wanted: The requests.
-        names: Their names in the table.
+        lookups: The requests.
         read: The read.
         hangs_at_s: When it counts as hung: once the first request is due, but not before it has
             taken `PEER_GRACE_S`. One that was posted just before says nothing of its peer.
     """
 
-    wanted: list[_Wanted]
-    names: list[int]
+    lookups: list[_Lookup]
     read: RowRead
     hangs_at_s: float
 
@@ -160,170 +153,199 @@ class LeaseChecker:
         buffer: Buffer that the buckets are read into.
         reads: Connection with that engine.
         clock: Monotonic clock, in seconds.
+
+    Attributes:
+        num_looks: Number of looks that were answered.
+        is_broken: Whether a look has failed, or hangs.
     """
 
     def __init__(
-        self, buffer: RowBuffer, reads: PeerConnection, clock: Callable[[], float] = time.monotonic
+        self, buffer: RowBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._buffer = buffer
         self._reads = reads
         self._clock = clock
-        self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
-        # Requests to look up again.
-        self._again: deque[_Wanted] = deque()
+        # Lookups that are not posted yet.
+        self._asked: dict[PreparedTable, list[_Lookup]] = defaultdict(list)
         self._looks: list[_Look] = []
-        self._results: list[CheckResult] = []
+        self._num_checks = 0
+        self._is_given_up = False
+        self.num_looks = 0
+        self.is_broken = False
 
     def __len__(self) -> int:
-        """Return the number of checks without a result."""
-        waiting = sum(map(len, self._wanted.values())) + len(self._again)
-        return waiting + sum(len(look.wanted) for look in self._looks)
+        """Return the number of lookups without an answer."""
+        return sum(map(len, self._asked.values())) + sum(len(each.lookups) for each in self._looks)
 
-    def check_later(
+    @property
+    def is_busy(self) -> bool:
+        """True while a check is under way, or a look."""
+        return bool(self._num_checks or self)
+
+    async def confirm(
         self,
-        key: CheckKey,
+        tasks: Tasks,
         remote_request_id: RequestId,
         fingerprint: OfferFingerprint,
-        at: PreparedTable,
+        tables: Iterable[PreparedTable],
         due_at_s: float,
     ) -> None:
-        """Queue a check, which will get one result.
+        """Wait until all tables are seen to hold a request, under its fingerprint.
+
+        `advance` posts the looks and wakes the calling task.
 
         Args:
-            key: Key of the check.
+            tasks: What runs the calling task.
             remote_request_id: The producer's id of the request.
             fingerprint: Fingerprint that the producer should offer under that id.
-            at: Table of a worker that the request's blocks were read from.
+            tables: Tables of the workers that the request's blocks were read from.
             due_at_s: Deadline of the check.
-        """
-        wanted = _Wanted(key, remote_request_id, fingerprint, at, due_at_s)
-        self._wanted[at].append(wanted)
 
-    def advance(self) -> list[CheckResult]:
-        """Post queued checks, and return new results.
+        Raises:
+            LeaseError: They do not hold it, or cannot be looked up.
+        """
+        self._num_checks += 1
+        try:
+            await self._confirm(tasks, remote_request_id, fingerprint, tables, due_at_s)
+        finally:
+            self._num_checks -= 1
+
+    async def _confirm(
+        self,
+        tasks: Tasks,
+        remote_request_id: RequestId,
+        fingerprint: OfferFingerprint,
+        tables: Iterable[PreparedTable],
+        due_at_s: float,
+    ) -> None:
+        num_looks = dict.fromkeys(tables, 0)
+        while num_looks:
+            lookups = {
+                each: self._ask(tasks, each, remote_request_id, due_at_s) for each in num_looks
+            }
+            while not all(each.is_answered for each in lookups.values()):
+                await suspended()
+            rest_s = math.inf
+            for table, lookup in lookups.items():
+                if (held := lookup.held) is None:
+                    raise LeaseError(LeaseCheckFailure.PEER, lookup.fault or "")
+                table_rest_s = _LOOK_AGAIN_S
+                if not held.entered or held.fingerprint is not None:
+                    # Not every transport reads a cache line atomically: part of it may be old.
+                    table_rest_s *= 2 ** num_looks[table]
+                    num_looks[table] += 1
+                    if held.fingerprint == fingerprint:
+                        del num_looks[table]
+                        continue
+                    if num_looks[table] >= _MOST_LOOKS:
+                        raise _refused(held, fingerprint, table)
+                rest_s = min(rest_s, table_rest_s)
+            look_at_s = min(self._clock() + rest_s, due_at_s)
+            while num_looks and self._clock() < look_at_s:
+                await suspended(look_at_s)
+            if num_looks and self._clock() >= due_at_s:
+                raise _not_offered(next(iter(num_looks)))
+
+    def advance(self) -> None:
+        """Post lookups, and answer those that were looked up.
 
         An unexpected exception leaves its look unchanged for the next call.
         """
         now_s = self._clock()
-        for wanted in list(self._again):
-            if now_s >= wanted.due_at_s:
-                self._results.append(_not_offered(wanted))
-            elif now_s >= wanted.look_at_s:
-                self._wanted[wanted.table].append(wanted)
-            else:
-                self._again.append(wanted)
-            self._again.popleft()
-        for table in list(self._wanted):
+        for table in list(self._asked):
             self._post(table, now_s)
         for look in list(self._looks):
             state = self._reads.poll(look.read.transfer)
             if state is TransferState.IN_FLIGHT and now_s < look.hangs_at_s:
                 continue
-            done = state is TransferState.DONE
-            results, again = self._judge(look, now_s, done=done)
-            self._looks.remove(look)
-            self._results += results
-            self._again += again
-            if done:
+            if state is TransferState.DONE:
+                rows = self._buffer.landed(look.read)
+                for lookup, row in zip(look.lookups, rows, strict=True):
+                    lookup.held = look_up(row, lookup.entry.name)
+                    lookup.task.wake()
+                self._looks.remove(look)
+                self.num_looks += 1
                 self._buffer.free(self._reads, look.read)
-        return self._take_results()
+            else:
+                peer = look.read.transfer.peer
+                _fail(look.lookups, f"the lease at {quote(peer)} could not be looked up")
+                self._looks.remove(look)
+                self.is_broken = True
 
-    def give_up(self) -> list[CheckResult]:
-        """Fail all checks without a result: their connection is given up."""
-        fault = "its connection was given up before its lease could be looked up"
-        unanswered = [each for wanted in self._wanted.values() for each in wanted]
-        unanswered += self._again
-        unanswered += [wanted for look in self._looks for wanted in look.wanted]
-        self._wanted.clear()
-        self._again.clear()
+    def give_up(self) -> None:
+        """Fail all lookups, now and later: the connection is given up."""
+        self._is_given_up = True
+        for lookups in (*self._asked.values(), *(each.lookups for each in self._looks)):
+            _fail(lookups, _GIVEN_UP)
+        self._asked.clear()
         self._looks.clear()
-        self._results += _unanswered(unanswered, fault)
-        return self._take_results()
 
-    def _take_results(self) -> list[CheckResult]:
-        results, self._results = self._results, []
-        return results
+    def _ask(
+        self, tasks: Tasks, table: PreparedTable, remote_request_id: RequestId, due_at_s: float
+    ) -> _Lookup:
+        """Queue a lookup for `advance` to post."""
+        assert tasks.current is not None
+        lookup = _Lookup(entry_of(remote_request_id, table.num_buckets), due_at_s, tasks.current)
+        if self._is_given_up:
+            lookup.fault = _GIVEN_UP
+        else:
+            self._asked[table].append(lookup)
+        return lookup
 
     def _post(self, table: PreparedTable, now_s: float) -> None:
-        """Post one read for a table's queued checks, as many as the buffer has room for."""
-        wanted = self._wanted[table][: self._buffer.num_free]
-        if not wanted:
+        """Post one read for a table's lookups, as many as the buffer has room for."""
+        lookups = self._asked[table][: self._buffer.num_free]
+        if not lookups:
             return
-        entries = [entry_of(each.remote_request_id, table.num_buckets) for each in wanted]
-        buckets = [entry.bucket for entry in entries]
         try:
+            buckets = [each.entry.bucket for each in lookups]
             read = self._buffer.post(self._reads, table.buckets, buckets)
         except TransferError as error:
-            self._results += _unanswered(wanted, str(error))
+            self.is_broken = True
+            _fail(lookups, str(error))
         else:
-            names = [entry.name for entry in entries]
-            due_at_s = min(each.due_at_s for each in wanted)
-            hangs_at_s = max(due_at_s, now_s + PEER_GRACE_S)
-            self._looks.append(_Look(wanted, names, read, hangs_at_s))
-        if rest := self._wanted[table][len(wanted) :]:
-            self._wanted[table] = rest
+            due_at_s = min(each.due_at_s for each in lookups)
+            self._looks.append(_Look(lookups, read, max(due_at_s, now_s + PEER_GRACE_S)))
+        if rest := self._asked[table][len(lookups) :]:
+            self._asked[table] = rest
         else:
-            del self._wanted[table]
-
-    def _judge(
-        self, look: _Look, now_s: float, *, done: bool
-    ) -> tuple[list[CheckResult], list[_Wanted]]:
-        """Return the results of a look, and the requests to look up again."""
-        peer = look.read.transfer.peer
-        if not done:
-            fault = f"the lease at {quote(peer)} could not be looked up"
-            return _unanswered(look.wanted, fault), []
-        results, later = [], []
-        for wanted, name, row in zip(
-            look.wanted, look.names, self._buffer.landed(look.read), strict=True
-        ):
-            held = look_up(row, name)
-            num_looks, rest_s = wanted.num_looks, _LOOK_AGAIN_S
-            if not held.entered or held.fingerprint is not None:
-                # Not every transport reads a cache line atomically: part of the entry may be old.
-                num_looks, rest_s = num_looks + 1, rest_s * 2**num_looks
-                if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
-                    results.append(_result(wanted, held, peer))
-                    continue
-            if now_s < wanted.due_at_s:
-                later.append(replace(wanted, look_at_s=now_s + rest_s, num_looks=num_looks))
-            else:
-                results.append(_not_offered(wanted))
-        return results, later
+            del self._asked[table]
 
 
-def _unanswered(wanted: Iterable[_Wanted], fault: str) -> list[CheckResult]:
-    """Return the results on requests whose look failed."""
-    return [CheckResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
+_GIVEN_UP = "its connection was given up before its lease could be looked up"
 
 
-def _not_offered(wanted: _Wanted) -> CheckResult:
-    """Return the result on a request that was not offered by its deadline.
+def _fail(lookups: Iterable[_Lookup], fault: str) -> None:
+    """Answer lookups whose look has failed."""
+    for lookup in lookups:
+        lookup.fault = fault
+        lookup.task.wake()
+
+
+def _not_offered(table: PreparedTable) -> LeaseError:
+    """Return the error of a request that was not offered by its deadline.
 
     Its failure is then the missing offer, and not the deadline: its table could be read.
     """
-    fault = (
-        f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
-        "the engine runs, and send the request through prefill again"
+    return LeaseError(
+        LeaseCheckFailure.LEASE,
+        f"{quote(table.buckets.peer)} did not say in time what it offers: check that the engine "
+        "runs, and send the request through prefill again",
     )
-    return CheckResult(wanted.key, LeaseCheckFailure.LEASE, fault)
 
 
-def _result(wanted: _Wanted, held: Held, peer: str) -> CheckResult:
-    """Return the result that follows from a producer's entry."""
-    if not held.entered:
-        return CheckResult(
-            wanted.key,
+def _refused(held: Held, fingerprint: OfferFingerprint, table: PreparedTable) -> LeaseError:
+    """Return the error that follows from a producer's entry."""
+    peer = quote(table.buckets.peer)
+    if held.fingerprint is None:
+        return LeaseError(
             LeaseCheckFailure.LEASE,
-            f"its lease at {quote(peer)} had run out when all was read: give readers longer there "
-            "with kv_lease_duration",
+            f"its lease at {peer} had run out when all was read: give readers longer there with "
+            "kv_lease_duration",
         )
-    assert held.fingerprint is not None
-    if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
-        return CheckResult(
-            wanted.key,
-            LeaseCheckFailure.FINGERPRINT,
-            f"what {quote(peer)} holds under its name {one_line(difference)}: send the decode "
-            "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
-        )
-    return CheckResult(wanted.key)
+    return LeaseError(
+        LeaseCheckFailure.FINGERPRINT,
+        f"what {peer} holds under its name {one_line(held.fingerprint.difference(fingerprint))}: "
+        "send the decode engine the very prompt that was prefilled, and pass kv_transfer_params "
+        "on unchanged",
+    )

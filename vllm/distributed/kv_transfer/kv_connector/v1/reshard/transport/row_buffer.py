@@ -12,19 +12,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.leg import side_by_side
-from .agent import NixlAgent, Prepared, Transfer
-
-if TYPE_CHECKING:
-    from .connection import PeerConnection
+from ..memory.leg import Indices, side_by_side
+from .agent import NixlAgent, Prepared, Transfer, TransferState
 
 _WORD_BYTES = 8
+
+
+class Reads(Protocol):
+    """What rows are read over: a connection, which counts its reads."""
+
+    def read(
+        self,
+        local: Prepared,
+        local_indices: Indices,
+        remote: Prepared,
+        remote_indices: Indices,
+    ) -> Transfer:
+        """Post a read; raises TransferError."""
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Return a posted read's state."""
+
+    def release(self, transfer: Transfer) -> None:
+        """Release a completed read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +83,7 @@ class RowBuffer:
         """Number of rows that can be read now."""
         return len(self._free)
 
-    def post(self, reads: PeerConnection, table: Prepared, rows: Sequence[int]) -> RowRead:
+    def post(self, reads: Reads, table: Prepared, rows: Sequence[int]) -> RowRead:
         """Post a read of some rows of a table, at most `num_free`.
 
         Raises:
@@ -88,7 +104,7 @@ class RowBuffer:
         """Return a copy of the rows of a completed read; shape (rows, words_per_row)."""
         return self.rows[read.landed_in]
 
-    def free(self, reads: PeerConnection, read: RowRead) -> None:
+    def free(self, reads: Reads, read: RowRead) -> None:
         """Free the rows of a completed read, and release it."""
         self._free.extend(read.landed_in.tolist())
         reads.release(read.transfer)

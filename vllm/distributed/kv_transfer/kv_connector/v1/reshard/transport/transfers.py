@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -37,6 +37,7 @@ from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.quoting import one_line, quote
+from ..protocol.tasks import Task, suspended
 from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
@@ -72,47 +73,84 @@ class Part:
     window: Window | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PartFailed:
-    """A part that will not arrive. Its read may still write.
+class PartError(Exception):
+    """A part will not arrive. Its read may still write.
 
-    Attributes:
-        request_id: The part's request.
+    Args:
         fault: Why it failed.
-        local: True if the peer did not cause the fault.
+        is_local: True if the peer did not cause the fault.
     """
 
-    request_id: RequestId
-    fault: str
-    local: bool = False
+    def __init__(self, fault: str, *, is_local: bool = False) -> None:
+        super().__init__(fault)
+        self.is_local = is_local
 
 
-@dataclass(frozen=True, slots=True)
-class PartDrained:
-    """A part that can no longer be written. It has arrived unless it failed before.
+class Arrived(NamedTuple):
+    """A part that has arrived.
 
     Attributes:
-        request_id: The part's request.
-        key: The part's key within the request.
         strategy: How it was read.
-        telemetry: NIXL's measurements; None if it has not arrived or NIXL has none.
+        telemetry: NIXL's measurements; None if NIXL has none.
     """
 
-    request_id: RequestId
-    key: int
     strategy: Strategy
-    telemetry: Any = None
+    telemetry: Any
 
 
-PartEvent = PartFailed | PartDrained
+class RequestReads:
+    """The parts of one request that may still write into its blocks, queued ones included.
+
+    Args:
+        request_id: The request.
+        task: Task to wake once a part has failed or none is left; None if nobody waits.
+
+    Attributes:
+        parts: The parts.
+        error: The first failure of a part; None without one.
+        arrived: Parts that have arrived and were not taken out yet.
+    """
+
+    def __init__(self, request_id: RequestId, task: Task | None = None) -> None:
+        self.request_id, self.task = request_id, task
+        self.parts: dict[_PartRead, None] = {}
+        self.error: PartError | None = None
+        self.arrived: list[Arrived] = []
+
+    async def landed(self) -> None:
+        """Wait until all parts have arrived.
+
+        Raises:
+            PartError: One of them has failed.
+        """
+        while self.parts and self.error is None:
+            await suspended()
+        if self.error is not None:
+            raise self.error
+
+    async def drained(self) -> None:
+        """Wait until no part can write any more."""
+        while self.parts:
+            await suspended()
+
+    def fail(self, error: PartError) -> None:
+        """Record that a part has failed."""
+        self.error = self.error or error
+        if self.task is not None:
+            self.task.wake()
+
+    def drain(self, part: _PartRead) -> None:
+        """Record that a part can write no more; a second call changes nothing."""
+        self.parts.pop(part, None)
+        if not self.parts and self.task is not None:
+            self.task.wake()
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _PartRead:
     """A part that is queued or under way."""
 
-    request_id: RequestId
-    key: int
+    reads: RequestReads
     part: Part
     connection: PeerConnection
     transfer: Transfer | None = None
@@ -123,11 +161,6 @@ class _Running:
     staged: bool = False
     # NIXL's post was called, so the read may have begun.
     asked: bool = False
-
-    def drained(self) -> PartDrained:
-        """Return the event that nothing can write to it any more."""
-        strategy = Strategy.STAGED if self.staged else Strategy.DIRECT
-        return PartDrained(self.request_id, self.key, strategy, self.telemetry)
 
 
 @dataclass(slots=True)
@@ -140,18 +173,19 @@ class Transfers:
     Attributes:
         area: Arena for staged reads; None if all reads go direct.
         has_moved: True if the last `advance` saw a read or a copy complete.
+        broken: Connections whose reads have failed; the caller takes them out.
     """
 
     area: StagingArea | None = None
     has_moved: bool = False
-    _direct: deque[_Running] = field(default_factory=deque)
-    _queue: deque[_Running] = field(default_factory=deque)
-    _prefetched: deque[_Running] = field(default_factory=deque)
+    broken: deque[PeerConnection] = field(default_factory=deque)
+    _direct: deque[_PartRead] = field(default_factory=deque)
+    _queue: deque[_PartRead] = field(default_factory=deque)
+    _prefetched: deque[_PartRead] = field(default_factory=deque)
     # These two are in the order in which they are checked.
-    _posted: deque[_Running] = field(default_factory=deque)
-    _landed: deque[_Running] = field(default_factory=deque)
-    _in_doubt: deque[_Running] = field(default_factory=deque)
-    _events: list[PartEvent] = field(default_factory=list)
+    _posted: deque[_PartRead] = field(default_factory=deque)
+    _landed: deque[_PartRead] = field(default_factory=deque)
+    _in_doubt: deque[_PartRead] = field(default_factory=deque)
     # When a span was last taken, filled or freed.
     _moved_at_s: float = 0.0
     # The budget ran out before the windows or the spans did.
@@ -170,7 +204,6 @@ class Transfers:
             or self._queue
             or self._prefetched
             or self._landed
-            or self._events
             or any(not each.unwanted for each in self._posted)
         )
 
@@ -202,29 +235,29 @@ class Transfers:
 
     def start(
         self,
-        request_id: RequestId,
-        parts: Sequence[Part],
+        reads: RequestReads,
+        parts: Iterable[Part],
         connection: PeerConnection,
         *,
-        first_key: int = 0,
         is_prefetch: bool = False,
     ) -> None:
         """Queue parts of a request, for `post` to post.
 
         Args:
-            request_id: The request.
+            reads: The request's parts, to which these are added.
             parts: The parts.
             connection: Connection to read them over.
-            first_key: Key of the first part; the others count up from it.
             is_prefetch: Whether to post them only when nothing else is queued.
         """
-        for key, part in enumerate(parts, first_key):
-            running = _Running(request_id, key, part, connection)
-            (self._prefetched if is_prefetch else self._queue_of(part)).append(running)
+        for part in parts:
+            running = _PartRead(reads, part, connection)
+            queue = self._prefetched if is_prefetch else self._queue_of(part)
+            reads.parts[running] = None
+            queue.append(running)
 
-    def promote(self, request_id: RequestId) -> None:
+    def promote(self, reads: RequestReads) -> None:
         """Queue a request's prefetched parts like all others: it is offered now."""
-        for running in [each for each in self._prefetched if each.request_id == request_id]:
+        for running in [each for each in self._prefetched if each.reads is reads]:
             self._queue_of(running.part).append(running)
             self._prefetched.remove(running)
 
@@ -245,15 +278,15 @@ class Transfers:
             if budget.is_spent:
                 return
 
-    def _queue_of(self, part: Part) -> deque[_Running]:
+    def _queue_of(self, part: Part) -> deque[_PartRead]:
         """Return the queue that a part is posted from."""
         return self._direct if part.window is None else self._queue
 
-    def give_up(self, request_id: RequestId) -> None:
+    def give_up(self, reads: RequestReads) -> None:
         """Drain a failed request's queued parts now; its posted ones drain later."""
-        for each in (*self._posted, *self._landed):
-            each.unwanted = each.unwanted or each.request_id == request_id
-        self._end(self._queues, lambda each: each.request_id == request_id)
+        for each in reads.parts:
+            each.unwanted = True
+        self._end(self._queues, lambda each: each.reads is reads)
 
     def retire(self, connection: PeerConnection) -> None:
         """Fail all parts that are queued for a connection."""
@@ -265,25 +298,20 @@ class Transfers:
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:
                 fault = f"its connection with {quote(each.part.leg.remote.peer)} was given up"
-                self._events.append(PartFailed(each.request_id, fault))
+                each.reads.fail(PartError(fault))
         self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
 
-    def advance(self, now_s: float, budget: Budget = UNLIMITED) -> list[PartEvent]:
+    def advance(self, now_s: float, budget: Budget = UNLIMITED) -> None:
         """Check the parts under way, and post queued ones.
 
         Args:
             now_s: The time.
             budget: Limit on the work; the next call starts with the parts that it left unchecked.
-
-        Returns:
-            Events since the last call.
         """
         landed = _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
         copied = _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
         self.has_moved = bool(landed or copied)
         self.post(now_s, budget)
-        events, self._events = self._events, []
-        return events
 
     def close(self) -> None:
         """Wait for copies, and forget all parts. Call it once the connections are closed."""
@@ -293,7 +321,7 @@ class Transfers:
             parts.clear()
 
     @property
-    def _queues(self) -> tuple[deque[_Running], ...]:
+    def _queues(self) -> tuple[deque[_PartRead], ...]:
         """Queues of parts that are not posted."""
         return self._direct, self._queue, self._prefetched
 
@@ -318,7 +346,7 @@ class Transfers:
                 self._is_cut_short = bool(self._queue)
                 return
 
-    def _post(self, running: _Running, now_s: float, queue: deque[_Running]) -> None:
+    def _post(self, running: _PartRead, now_s: float, queue: deque[_PartRead]) -> None:
         """Post the first part of a queue: as a window if it has a span, else direct."""
         part, span = running.part, running.span
         leg, staging, window = part.leg, part.leg.staging, part.window
@@ -345,22 +373,24 @@ class Transfers:
         if running.transfer.ended_at_once and self._has_left_nixl(running, now_s):
             self._posted.pop()
 
-    def _fail_to_post(self, running: _Running, queue: deque[_Running], error: Exception) -> None:
+    def _fail_to_post(self, running: _PartRead, queue: deque[_PartRead], error: Exception) -> None:
         """Fail the first part of a queue, whose post was refused or raised an exception."""
         foreseen = isinstance(error, TransferError)
         fault = str(error) if foreseen else f"it could not be asked for: {error!r}"
         if not foreseen:
-            logger.exception("A part of request %s cannot be posted", quote(running.request_id))
-        failed = PartFailed(running.request_id, fault, local=not foreseen and not running.asked)
+            logger.exception(
+                "A part of request %s cannot be posted", quote(running.reads.request_id)
+            )
+        running.reads.fail(PartError(fault, is_local=not foreseen and not running.asked))
+        if foreseen or running.asked:
+            self.broken.append(running.connection)
         if running.asked:
-            self._events.append(failed)
             self._in_doubt.append(running)
         else:
-            self._free(running)
-            self._events += failed, running.drained()
+            self._drain(running)
         queue.popleft()
 
-    def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
+    def _has_left_nixl(self, running: _PartRead, now_s: float) -> bool:
         """Check a posted read; if it has ended, scatter, drain or fail its part."""
         transfer, connection = running.transfer, running.connection
         assert transfer is not None
@@ -369,22 +399,23 @@ class Transfers:
             return False
         if state is TransferState.FAILED:
             # Even if its request has failed: only closing its lane drains it.
-            fault = f"NIXL could not read from {quote(transfer.peer)}"
-            self._events.append(PartFailed(running.request_id, fault))
+            running.reads.fail(PartError(f"NIXL could not read from {quote(transfer.peer)}"))
+            self.broken.append(connection)
             self._in_doubt.append(running)
             return True
         if not running.unwanted:
             running.telemetry = connection.telemetry(transfer)
         connection.release(transfer)
-        if running.span is None or running.unwanted:
-            self._free(running)
-            self._events.append(running.drained())
+        if running.unwanted:
+            self._drain(running)
+        elif running.span is None:
+            self._arrive(running)
         else:
             self._moved_at_s = now_s
             self._scatter(running, running.span, now_s)
         return True
 
-    def _scatter(self, running: _Running, span: Span, now_s: float) -> None:
+    def _scatter(self, running: _PartRead, span: Span, now_s: float) -> None:
         """Copy a window from the arena to its blocks, or begin to."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
@@ -392,34 +423,41 @@ class Transfers:
             running.copied = area.scatterer.submit(staging.leg.scatter(window, span))
         except Exception as error:
             # Such as no memory on the device: this fails the request, not the engine.
-            self._free(running)
-            running.telemetry = None
             fault = f"its bytes could not be put in their places: {one_line(error)}"
-            self._events += PartFailed(running.request_id, fault, local=True), running.drained()
+            running.reads.fail(PartError(fault, is_local=True))
+            self._drain(running)
             return
         if running.copied is None:
-            self._arrive(running, now_s)
+            self._arrive(running)
         else:
             self._landed.append(running)
 
-    def _is_scattered(self, running: _Running, now_s: float) -> bool:
+    def _is_scattered(self, running: _PartRead, now_s: float) -> bool:
         """Check a copy; if it has been made, free its span and drain its part."""
         assert running.copied is not None
         if not running.copied.query():
             return False
-        self._arrive(running, now_s)
+        self._moved_at_s = now_s
+        self._arrive(running)
         return True
 
-    def _arrive(self, running: _Running, now_s: float) -> None:
-        """Free the span of a window that was copied, and drain its part."""
+    def _arrive(self, running: _PartRead) -> None:
+        """Record that a part has arrived, which drains it."""
         self._free(running)
-        self._moved_at_s = now_s
-        self._events.append(running.drained())
+        if running in running.reads.parts:
+            strategy = Strategy.STAGED if running.staged else Strategy.DIRECT
+            running.reads.arrived.append(Arrived(strategy, running.telemetry))
+        running.reads.drain(running)
+
+    def _drain(self, running: _PartRead) -> None:
+        """Record that nothing can write to a part any more, though it has not arrived."""
+        self._free(running)
+        running.reads.drain(running)
 
     def _end(
         self,
-        queues: Iterable[deque[_Running]],
-        is_meant: Callable[[_Running], bool],
+        queues: Iterable[deque[_PartRead]],
+        is_meant: Callable[[_PartRead], bool],
         fault: str | None = None,
     ) -> None:
         """Remove parts from queues, in order, as drained; with a fault, also as failed."""
@@ -427,18 +465,15 @@ class Transfers:
             ended = [each for each in queue if is_meant(each)]
             if not ended:
                 continue
-            events: list[PartEvent] = []
             for each in ended:
-                self._free(each)
                 if fault is not None:
-                    events.append(PartFailed(each.request_id, fault))
-                events.append(each.drained())
+                    each.reads.fail(PartError(fault))
+                self._drain(each)
             kept = [each for each in queue if not is_meant(each)]
             queue.clear()
             queue.extend(kept)
-            self._events += events
 
-    def _free(self, running: _Running) -> None:
+    def _free(self, running: _PartRead) -> None:
         """Return a part's span once nothing can write into it."""
         if running.span is not None:
             assert self.area is not None
@@ -446,7 +481,7 @@ class Transfers:
             running.span = None
 
 
-def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> int:
+def _look(parts: deque[_PartRead], is_through: Callable[[_PartRead], bool], budget: Budget) -> int:
     """Check parts in turn: remove each that is through, move each other one to the end.
 
     Returns:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from ...errors import TransferError
 from ...protocol.ids import RequestId
-from ...protocol.messages import Receive, RemoteEngineAddress
+from ...protocol.messages import RemoteEngineAddress
+from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
 from ...transport.remote import LoweredEngine
@@ -68,6 +69,23 @@ Connect = Callable[[Lane, LoweredEngine], PeerConnection]
 
 
 @dataclass(slots=True, eq=False)
+class Turn:
+    """A place in the queue of a peer.
+
+    Attributes:
+        task: What waits for its turn.
+        request_id: The request to read; None where blocks are only released.
+        connection: The connection to use; None before its turn.
+        is_over: Whether its task waits no more.
+    """
+
+    task: Task
+    request_id: RequestId | None
+    connection: PeerConnection | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Peer:
     """Another engine, from the first request for it.
 
@@ -84,7 +102,7 @@ class Peer:
         connection: The connection to read with; None while it is not connected.
         retired: The previous connection, until a new one replaces it; None without one.
         began_s: When the last handshake began.
-        waiting: Requests to begin once it is connected.
+        waiting: Those that wait until it is connected, and for their turns.
         failures: Number of consecutive failed handshakes.
         breaks: Number of consecutive connections that broke before `STEADY_S` had passed.
         retry_at_s: When the next handshake may begin.
@@ -104,7 +122,7 @@ class Peer:
     connection: PeerConnection | None = None
     retired: PeerConnection | None = None
     began_s: float = 0.0
-    waiting: deque[tuple[RequestId, Receive]] = field(default_factory=deque)
+    waiting: deque[Turn] = field(default_factory=deque)
     failures: int = 0
     breaks: int = 0
     retry_at_s: float = 0.0

@@ -14,7 +14,7 @@ from ...protocol.ids import RequestId
 from ...protocol.leases import Entry
 from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
-from ...protocol.states import ReadState
+from ...protocol.states import ReadState, expect_transition
 from ...protocol.watch import Watch
 from ..stats import ReadFailure
 
@@ -62,6 +62,7 @@ class WatchedRequest:
         """Enter a state and log it, unless it is in that state already."""
         if state is self.state:
             return
+        expect_transition(self.state, state)
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s.",
             quote(request_id),

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that a worker reads, from their start until no read can write into their blocks.
+"""The requests that a worker reads: what happens to each, from its start until it is reported.
 
-An unexpected exception either fails the one request that it concerns, or leaves the work to the
-next poll: an item leaves its queue only once it is done.
+`ConsumerSide._read` is the life of a request, from top to bottom, and `_leave` is its end. A
+request has *failed* as soon as one of its steps fails. It is *received* once it is complete, or
+once it has failed and is drained: nothing can write into its blocks any more. Only then may its
+blocks be reused. The checks after its parts write nothing there, so a failed request does not wait
+for them.
 
-A request has *failed* as soon as one of its steps fails. It is *received* once it is complete, or
-once it has failed and is drained. Only then may its blocks be reused: see `protocol.ledgers`.
-
-All of this belongs to the connector's thread.
+An unexpected exception fails the one request whose task it ends, or leaves the work to the next
+poll. All of this belongs to the connector's thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from vllm.logger import init_logger
 
@@ -22,24 +25,44 @@ from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState
+from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import CheckResult
+from ...transport.lease_check import LeaseCheckFailure, LeaseError
 from ...transport.remote import LocalCache, RequestBlocks
-from ...transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
-from ..connecting.peers import Peer, PeerTable
+from ...transport.transfers import Part, PartError, RequestReads, Transfers
+from ..connecting.peers import Peer, PeerTable, Turn
 from ..early.watched_requests import Refusal
+from ..metadata import Report
 from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
-from .completions import CompletionHandler, Completions
+from ..traces import trace_of_read
 from .doubt import BlocksInDoubt
-from .lease_checks import LeaseChecks
+from .incoming import IncomingRequest, ReadError
 from .notifier import Notifier
-from .prefetcher import Prefetcher
-from .readings import READ_FAILURES, Reading, Readings
+from .prefetch import FullGroups, Prefetched
 
 logger = init_logger(__name__)
+
+_OF_LEASES = {
+    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
+    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
+    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
+}
+
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
+"""Failures after which the producer is not notified: the request held under this id may be another
+one, whose blocks this worker must not release. The lease frees them."""
+
+_REMEDIES = {
+    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
+    "through prefill again",
+    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
+    "kv_read_timeout_s",
+    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
+    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
+}
 
 
 class ConsumerSide:
@@ -50,7 +73,7 @@ class ConsumerSide:
         transfers: The parts on their way.
         notifier: Notifies the producers of their blocks.
         stats: Its metrics.
-        timeout_s: How long a request may take from `start_request` until it is received.
+        timeout_s: How long a request may take from its offer until it is received.
         name: The worker's name, for traces.
     """
 
@@ -68,22 +91,27 @@ class ConsumerSide:
         self._notifier = notifier
         self._stats = stats
         self._timeout_s = timeout_s
-        self._readings = Readings(transfers, timeout_s, name)
-        self._ledger = self._readings.ledger
+        self._name = name
+        self._tasks = Tasks()
+        # Until each is reported as received.
+        self._requests: dict[RequestId, IncomingRequest] = {}
+        # Earliest first. Those of requests that are over stay until they are first.
+        self._deadlines: deque[tuple[float, RequestId]] = deque()
         # Connected peers with waiting requests, in round-robin order.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
+        # Connections whose lease tables requests are looked up in.
+        self._looking: dict[PeerConnection, None] = {}
+        # What was not reported yet.
+        self._report = Report()
         # Time of the current poll.
         self._now_s = 0.0
-        # Events to apply.
-        self._events: deque[PartEvent] = deque()
         self._doubt = BlocksInDoubt(peers.lanes, stats)
-        self._prefetcher = Prefetcher(self._readings, transfers, stats)
-        self._lease_checks = LeaseChecks(peers)
-        self._completions = CompletionHandler(self._readings, notifier, stats, self._doubt)
+        # The local KV-cache groups that keep the last tokens of a sequence only.
+        self._window_groups: AbstractSet[int] = frozenset()
 
     def __len__(self) -> int:
         """Return the number of requests not yet reported as received."""
-        return len(self._readings.by_id)
+        return len(self._requests)
 
     @property
     def has_backlog(self) -> bool:
@@ -93,17 +121,21 @@ class ConsumerSide:
     @property
     def is_moving(self) -> bool:
         """True while a poll soon may have results of requests."""
-        is_reading = self.has_backlog or self._transfers.is_moving
-        return bool(is_reading or self._lease_checks or self._doubt.hung)
+        if self.has_backlog or self._transfers.is_moving or self._tasks.ready:
+            return True
+        return self._doubt.hung is not None or any(each.leases for each in self._looking)
 
     @property
     def next_due_s(self) -> float | None:
-        """Earliest deadline of a request that is not over; None without one."""
-        return self._readings.next_due_s
+        """When a request is due, if nothing happens before; None without one."""
+        due_s = self._tasks.next_due_s
+        if (deadline_s := self._next_deadline_s) is not None:
+            due_s = min(due_s, deadline_s)
+        return due_s if due_s < math.inf else None
 
     def set_local_cache(self, local_cache: LocalCache) -> None:
         """Set the cache to read into; called once the caches are registered."""
-        self._prefetcher.window_groups = local_cache.window_groups
+        self._window_groups = local_cache.window_groups
         self._doubt.num_block_ids = local_cache.cache.num_block_ids
 
     def start_request(
@@ -113,7 +145,7 @@ class ConsumerSide:
         now_s: float,
         offered_at_s: float | None = None,
     ) -> None:
-        """Read a request once its peer is connected; an exception fails the request.
+        """Read a request, or release its blocks at their producer if it has none to fill.
 
         Args:
             request_id: The request.
@@ -122,16 +154,20 @@ class ConsumerSide:
             offered_at_s: Since when it could be read; None for now.
         """
         self._now_s = now_s
-        reading = self._readings.by_id.get(request_id)
-        if reading is not None and reading.receive is receive:
+        offered_at_s = now_s if offered_at_s is None else offered_at_s
+        request = self._requests.get(request_id)
+        if request is not None and request.receive is receive:
             # An earlier poll started it, and failed afterwards.
             return
-        try:
-            self._start(request_id, receive, now_s, now_s if offered_at_s is None else offered_at_s)
-        except Exception as error:
-            if any(receive.local_block_ids) and request_id not in self._readings.by_id:
-                self._readings.add(request_id, receive, None, now_s)
-            self._lose(request_id, error)
+        if not any(receive.local_block_ids):
+            if receive.fault is None:
+                self._tasks.start(self._release_blocks(receive), self._leave_release)
+        elif request is not None and request.is_early and request.fault is None:
+            self._offer(request, receive, offered_at_s)
+        else:
+            request = self._add(request_id, receive, ReadState.WAITING, now_s, offered_at_s)
+            self._set_deadline(request)
+        self._tasks.run(now_s)
 
     def prefetch(
         self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
@@ -146,50 +182,52 @@ class ConsumerSide:
         """
         self._now_s = now_s
         connection = self._peers.get_or_connect(part.source, now_s).connection
-        if connection is not None and not self._doubt.are_too_many:
-            self._prefetcher.read(request_id, receive, part, connection, now_s)
+        if connection is None or self._doubt.are_too_many:
+            return
+        request = self._requests.get(request_id)
+        if request is None and any(receive.local_block_ids):
+            request = self._add(request_id, receive, ReadState.PREFETCHING, now_s, now_s)
+        if request is not None and request.receive is receive:
+            request.computed = part
+            request.task.wake()
+            self._tasks.run(now_s)
 
     def refuse(self, refusal: Refusal, now_s: float) -> None:
         """Fail a request that will not be offered."""
         self._now_s = now_s
         request_id, receive = refusal.request_id, refusal.receive
-        reading = self._readings.by_id.get(request_id)
-        if reading is None or reading.receive is not receive:
-            state, since_s = refusal.state, refusal.since_s
-            reading = self._readings.add(request_id, receive, None, now_s, state, since_s)
-        self._fail(reading, refusal.reason, refusal.failure)
+        request = self._requests.get(request_id)
+        if request is None or request.receive is not receive:
+            request = self._add(request_id, receive, refusal.state, refusal.since_s, now_s)
+        request.task.cancel(ReadError(refusal.reason, refusal.failure))
+        self._tasks.run(now_s)
 
-    def _start(
-        self, request_id: RequestId, receive: Receive, now_s: float, offered_at_s: float
-    ) -> None:
-        if receive.fault is not None:
-            # Without blocks to fill, no request waits for this read.
-            if any(receive.local_block_ids):
-                faulty = self._readings.add(request_id, receive, None, now_s)
-                self._fail(faulty, receive.fault, ReadFailure.PARAMETERS)
-            return
-        peer = self._peers.get_or_connect(receive.source, now_s)
-        if any(receive.local_block_ids):
-            reading = self._readings.by_id.get(request_id)
-            if reading is not None and reading.state is ReadState.PREFETCHING:
-                self._readings.offer(reading, receive, peer, now_s, offered_at_s)
-            else:
-                self._readings.add(request_id, receive, peer, now_s, offered_at_s=offered_at_s)
-        elif peer.connection is not None:
-            # A release need not queue behind other requests' reads.
-            self._notifier.release(receive, peer.connection)
-            return
-        peer.waiting.append((request_id, receive))
+    def abandon(self, request_ids: Iterable[RequestId]) -> None:
+        """Fail requests that another worker of this engine could not read."""
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                request.task.cancel(ReadError("another worker could not read it", None))
 
     def on_connected(self, peer: Peer) -> None:
-        """Queue this peer's waiting requests for posting: it is connected."""
+        """Have this peer's waiting requests take their turns: it is connected."""
         self._ready[peer.address] = peer
+
+    def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
+        """Fail the requests that wait for a peer that cannot be connected, and return their ids."""
+        failed = []
+        reason = f"handshake failed: {one_line(error)}"
+        for turn in taken_once_done(peer.waiting):
+            if not turn.is_over:
+                turn.task.cancel(ReadError(reason, ReadFailure.HANDSHAKE))
+                if turn.request_id is not None:
+                    failed.append(turn.request_id)
+        return failed
 
     def trace_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
         """Export a trace span of the handshake for each request that waited for it."""
-        for reading in self._readings.by_id.values():
-            if reading.trace is not None and reading.receive.source == address:
-                reading.trace.span("handshake", now_s - took_s, now_s)
+        for request in self._requests.values():
+            if request.trace is not None and request.receive.source == address:
+                request.trace.span("handshake", now_s - took_s, now_s)
 
     def begin(self, now_s: float, budget: Budget) -> None:
         """Post the reads of waiting requests, one request of each peer in turn.
@@ -199,53 +237,46 @@ class ConsumerSide:
             budget: Limit on the work of this call.
         """
         self._now_s = now_s
+        self._tasks.run(now_s)
         self._transfers.post(now_s, budget)
-        while self._ready:
-            if self._transfers.has_backlog:
-                return
+        while self._ready and not self._transfers.has_backlog:
             address, peer = next(iter(self._ready.items()))
             del self._ready[address]
             if not peer.waiting or peer.connection is None:
                 continue
-            request_id, receive = peer.waiting.popleft()
+            turn = peer.waiting[0]
+            turn.connection = peer.connection
+            turn.task.wake()
+            peer.waiting.popleft()
             if peer.waiting:
                 self._ready[address] = peer
-            try:
-                self._begin_next(request_id, receive, peer.connection, now_s)
-            except Exception as error:
-                self._lose(request_id, error)
+            if turn.is_over:
+                continue
+            self._tasks.run(now_s)
             self._transfers.post(now_s, budget)
             if budget.is_spent:
                 return
 
-    def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
-        """Fail the requests that wait for a peer that cannot be connected, and return their ids."""
-        failed = []
-        for request_id, receive in taken_once_done(peer.waiting):
-            reading = self._readings.by_id.get(request_id)
-            if reading is not None and reading.waits_for(receive):
-                reason = f"handshake failed: {one_line(error)}"
-                self._fail(reading, reason, ReadFailure.HANDSHAKE)
-                failed.append(request_id)
-        return failed
-
-    def abandon(self, request_ids: Iterable[RequestId]) -> None:
-        """Fail requests that another worker of this engine could not read."""
-        for request_id in request_ids:
-            if (reading := self._readings.by_id.get(request_id)) is not None:
-                self._fail(reading, "another worker could not read it", None)
-
     def advance(self, now_s: float, budget: Budget) -> None:
-        """Poll parts, within the budget, and lease checks; fail requests past their deadlines."""
+        """Poll parts, within the budget, and lookups; fail requests past their deadlines."""
         self._now_s = now_s
-        self._events += self._transfers.advance(now_s, budget)
-        for event in taken_once_done(self._events):
-            self._apply(event, now_s)
+        self._transfers.advance(now_s, budget)
+        for connection in taken_once_done(self._transfers.broken):
+            self._peers.break_off(connection, now_s)
+        self._tasks.run(now_s)
+        for connection in list(self._looking):
+            connection.leases.advance()
+            if connection.leases.is_broken:
+                # Even if its request has failed meanwhile: nothing else reports the broken peer.
+                self._peers.break_off(connection, now_s)
+            if not connection.leases.is_busy:
+                del self._looking[connection]
         # Before deadlines: the line of a request that was not offered in time says so.
-        for result in self._lease_checks.advance(now_s):
-            self._judge(result)
-        for reading in self._readings.overdue(now_s):
-            self._run_out_of_time(reading, now_s)
+        self._tasks.run(now_s)
+        while (due_at_s := self._next_deadline_s) is not None and due_at_s <= now_s:
+            self._run_out_of_time(self._requests[self._deadlines[0][1]], now_s)
+            self._deadlines.popleft()
+        self._tasks.run(now_s)
         self._doubt.contain(now_s)
 
     def close_lane(self, lane: Lane) -> None:
@@ -255,156 +286,372 @@ class ConsumerSide:
         """
         for connection in list(lane.connections):
             self._transfers.retire(connection)
-            self._lease_checks.give_up(connection)
-        for result in self._lease_checks.results(self._now_s):
-            self._judge(result)
+            connection.leases.give_up()
+            self._looking.pop(connection, None)
+        self._tasks.run(self._now_s)
         lane.close()
         self._transfers.on_lane_closed(lane)
 
-    def take_completions(self) -> Completions:
-        """Return what has become of requests since the last call; notify their producers."""
-        return self._completions.take(self._now_s)
+    def take_report(self) -> Report:
+        """Return what has become of requests since the last call."""
+        self._tasks.run(self._now_s)
+        report, self._report = self._report, Report()
+        return report
 
-    def _begin_next(
-        self, request_id: RequestId, receive: Receive, connection: PeerConnection, now_s: float
-    ) -> None:
-        """Begin or release a request just taken from its peer's queue."""
-        if not any(receive.local_block_ids):
-            self._notifier.release(receive, connection)
-            return
-        reading = self._readings.by_id.get(request_id)
-        # It may have failed while it waited.
-        if reading is not None and reading.waits_for(receive):
-            self._begin(reading, connection, now_s)
-
-    def _begin(self, reading: Reading, connection: PeerConnection, now_s: float) -> None:
-        """Queue the reads of a request."""
-        request_id = reading.request_id
-        if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
-            reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
-            self._fail(reading, reason, ReadFailure.DOUBT)
-            return
-        rest = self._prefetcher.rest_of(reading, connection)
-        if rest is None:
-            # It starts once no prefetch writes into its blocks: see `_apply`.
-            return
-        try:
-            blocks = RequestBlocks(rest)
-            selected = [(leg, blocks.select(leg.leg)) for leg in connection.legs]
-        except ReshardError as error:
-            self._fail(reading, str(error), ReadFailure.PARAMETERS)
-            return
-        parts = [part for each in selected for part in self._transfers.cut(*each)]
+    async def _read(self, request: IncomingRequest) -> None:
+        """Read a request. What it raises fails it; `_leave` follows in any case."""
+        request.trace = trace_of_read(self._name, request.receive)
+        logger.debug(
+            "Request %s: %s at engine %s, to read %d blocks.",
+            quote(request.request_id),
+            one_line(request.state.value),
+            quote(request.receive.source.engine_id),
+            len(request.blocks),
+        )
+        # PREFETCHING, if the other engine has not offered it yet.
+        await self._read_ahead(request)
+        receive = request.receive
+        if receive.fault is not None:
+            raise ReadError(receive.fault, ReadFailure.PARAMETERS)
+        # WAITING
+        connection, rest = await self._connected(request)
+        parts = self._cut(rest, connection, is_prefetch=False)
         read_from = {part.leg.remote.peer for part in parts}
-        connection.lifetime.begin_request()
-        reading.connection = connection
-        reading.lease_tables = [
+        tables = [
             table
             for name, table in connection.lease_tables.items()
-            if name in read_from or reading.prefetched is not None
+            if name in read_from or request.prefetched is not None
         ]
-        keys, num_tables = reading.take_keys(len(parts)), len(reading.lease_tables)
-        try:
-            self._ledger.post(reading, keys, pending_checks=num_tables)
-            reading.tell(self._now_s)
-            self._transfers.start(request_id, parts, connection, first_key=keys.start)
-            if self._ledger.advance(reading) and num_tables:
-                self._look_up(reading)
-        except Exception as error:
-            self._lose(request_id, error)
-            # No part was started.
-            for key in keys:
-                self._ledger.part_drained(reading, key)
-
-    def _apply(self, event: PartEvent, now_s: float) -> None:
-        """Apply an event of a part; applying it twice changes nothing."""
-        reading = self._readings.by_id.get(event.request_id)
-        if reading is None:
+        connection.lifetime.begin_request()
+        request.connection = connection
+        self._count(request)
+        request.enter(ReadState.READING, self._now_s)
+        self._transfers.start(request.reads, parts, connection)
+        await request.reads.landed()
+        self._count(request)
+        request.enter(ReadState.CHECKING, self._now_s)
+        if not tables:
+            # Nothing was read.
             return
-        if isinstance(event, PartDrained):
-            self._count(event, reading)
-        elif not event.local:
-            self._break_off(reading, now_s)
-        if reading.state in (ReadState.PREFETCHING, ReadState.WAITING):
-            if self._prefetcher.apply(event, reading):
-                self._wait_again(reading, now_s)
-        elif isinstance(event, PartFailed):
-            kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
-            self._fail(reading, event.fault, kind)
-        elif self._ledger.part_drained(reading, event.key):
-            try:
-                self._look_up(reading)
-            except Exception as error:
-                self._lose(event.request_id, error)
-
-    def _wait_again(self, reading: Reading, now_s: float) -> None:
-        """Queue a request again that could not begin in its turn."""
-        peer = self._peers.get_or_connect(reading.receive.source, now_s)
-        waiting = reading.request_id, reading.receive
-        if waiting not in peer.waiting:
-            peer.waiting.append(waiting)
-        if peer.connection is not None:
-            self.on_connected(peer)
-
-    def _count(self, event: PartDrained, reading: Reading) -> None:
-        """Count the bytes of a part."""
-        if event.telemetry is not None:
-            self._stats.record_transfer(event.telemetry, event.strategy)
-            reading.num_bytes += event.telemetry.totalBytes
-            reading.strategies.add(event.strategy.value)
-
-    def _look_up(self, reading: Reading) -> None:
-        """Check the lease and the fingerprint of a request that was read completely."""
-        assert reading.connection is not None
-        reading.tell(self._now_s)
-        if reading.connection.is_connected:
-            self._lease_checks.begin(reading)
-        else:
+        if not connection.is_connected:
             # Its last parts were copied from the arena after the connection was closed.
             fault = "its connection was given up before its lease could be looked up"
-            self._fail(reading, fault, ReadFailure.TRANSFER)
+            raise ReadError(fault, ReadFailure.TRANSFER)
+        self._looking[connection] = None
+        assert receive.fingerprint is not None and request.peer is not None
+        await connection.leases.confirm(
+            self._tasks, receive.remote_request_id, receive.fingerprint, tables, request.due_at_s
+        )
+        request.peer.is_proven = True
 
-    def _judge(self, result: CheckResult) -> None:
-        """Apply the result of a lease check."""
-        reading = self._readings.find(result.key)
-        if reading is None:
+    async def _leave(self, request: IncomingRequest, error: Exception | None) -> None:
+        """End a request: report a failure at once, and its end once nothing writes any more."""
+        if self._requests.get(request.request_id) is not request:
+            # It has ended, and an exception followed.
             return
+        if error is not None:
+            self._fail(request, error)
+        await request.reads.drained()
+        self._count(request)
         try:
-            if result.failure is not None:
-                self._fail(reading, result.fault, READ_FAILURES[result.failure])
-            self._ledger.check_done(reading)
+            self._conclude(request)
+        except Exception:
+            _log_cut_short(request)
+        self._report.received.add(request.request_id)
+        if request.fault is None:
+            self._report.offered_at_s[request.request_id] = request.offered_at_s
+        del self._requests[request.request_id]
+        request.enter(ReadState.ENDED, self._now_s)
+
+    async def _read_ahead(self, request: IncomingRequest) -> None:
+        """Read what is computed of a request, until it is offered.
+
+        A failure here fails no request: its prefetched blocks are *invalidated*, and all of it is
+        read once it is offered and none of its prefetch reads is under way.
+        """
+        while request.is_early:
+            part, request.computed = request.computed, None
+            if part is not None:
+                try:
+                    self._prefetch(request, part)
+                except ReshardError as error:
+                    # The source may name anything before its offer, which is checked on its own.
+                    logger.debug(
+                        "Request %s is not prefetched: %s",
+                        quote(request.request_id),
+                        one_line(error),
+                    )
+                    self._invalidate(request)
+                except Exception:
+                    logger.exception(
+                        "Request %s is not prefetched, over an unexpected exception",
+                        quote(request.request_id),
+                    )
+                    self._invalidate(request)
+            await suspended()
+            self._count(request)
+            if request.is_early and request.reads.error is not None:
+                self._invalidate(request)
+
+    async def _connected(self, request: IncomingRequest) -> tuple[PeerConnection, Receive]:
+        """Wait until a request's peer is connected and it is its turn.
+
+        Returns:
+            The connection, and what is left to read.
+        """
+        while True:
+            request.peer = peer = self._peers.get_or_connect(request.receive.source, self._now_s)
+            connection = await self._turn(peer, request.request_id)
+            if self._doubt.are_too_many and peer.is_suspect(self._now_s):
+                reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
+                raise ReadError(reason, ReadFailure.DOUBT)
+            prefetched = request.prefetched
+            if prefetched is None:
+                return connection, request.receive
+            if request.reads.error is None and prefetched.is_of(request.receive, connection):
+                return connection, prefetched.rest_of(request.receive)
+            self._invalidate(request)
+            await request.reads.drained()
+            # From the start: what was read ahead is of no use.
+            self._count(request)
+            request.prefetched = request.reads.error = None
+
+    async def _turn(self, peer: Peer, request_id: RequestId | None) -> PeerConnection:
+        """Wait for a turn at a peer; return its connection."""
+        assert self._tasks.current is not None
+        turn = Turn(self._tasks.current, request_id)
+        peer.waiting.append(turn)
+        if peer.connection is not None:
+            self.on_connected(peer)
+        try:
+            while turn.connection is None:
+                await suspended()
+            return turn.connection
+        finally:
+            turn.is_over = True
+
+    async def _release_blocks(self, receive: Receive) -> None:
+        """Have the producer of a request that needs no blocks free them."""
+        peer = self._peers.get_or_connect(receive.source, self._now_s)
+        # A release need not queue behind other requests' reads.
+        connection = peer.connection or await self._turn(peer, None)
+        self._notifier.release(receive, connection)
+
+    async def _leave_release(self, error: Exception | None) -> None:
+        """End a release: one that fails leaves the blocks to their lease."""
+        if error is not None and not isinstance(error, ReadError):
+            logger.error("Blocks are freed when their lease runs out", exc_info=error)
+
+    def _add(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        state: ReadState,
+        since_s: float,
+        offered_at_s: float,
+    ) -> IncomingRequest:
+        """Start the task of a request."""
+        assert request_id not in self._requests, f"{quote(request_id)} is being received"
+        request = IncomingRequest(
+            request_id=request_id,
+            receive=receive,
+            offered_at_s=offered_at_s,
+            state=state,
+            since_s=since_s,
+            reads=RequestReads(request_id),
+        )
+        body = self._read(request)
+        request.task = self._tasks.start(body, lambda error: self._leave(request, error))
+        request.reads.task = request.task
+        self._requests[request_id] = request
+        return request
+
+    def _offer(self, request: IncomingRequest, receive: Receive, offered_at_s: float) -> None:
+        """Have a request that is read ahead take its turn: it is offered now."""
+        request.receive, request.offered_at_s = receive, offered_at_s
+        try:
+            self._set_deadline(request)
+            self._transfers.promote(request.reads)
+            self._count(request)
+            request.enter(ReadState.WAITING, self._now_s)
+            request.task.wake()
         except Exception as error:
-            self._lose(reading.request_id, error)
+            request.task.cancel(error)
 
-    def _fail(self, reading: Reading, reason: str, failure: ReadFailure | None) -> None:
-        self._readings.fail(reading, reason, failure, self._now_s)
+    def _cut(self, wanted: Receive, connection: PeerConnection, *, is_prefetch: bool) -> list[Part]:
+        """Return the parts to read some blocks in.
 
-    def _lose(self, request_id: RequestId, error: Exception) -> None:
-        """Fail the one request that an unexpected exception concerns."""
-        logger.exception("Request %s fails over an unexpected exception", quote(request_id))
-        if (reading := self._readings.by_id.get(request_id)) is not None:
-            self._fail(reading, repr(error), ReadFailure.UNFORESEEN)
+        Raises:
+            RemoteLayoutError: The blocks do not exist.
+        """
+        blocks = RequestBlocks(wanted)
+        return [
+            part
+            for leg in connection.legs
+            if not (is_prefetch and leg.leg.per_sequence)
+            for part in self._transfers.cut(leg, blocks.select(leg.leg))
+        ]
 
-    def _break_off(self, reading: Reading, now_s: float) -> None:
-        """Break off the connection that a request is read with."""
-        connection = reading.connection
-        if connection is None and reading.prefetched is not None:
-            connection = reading.prefetched.connection
-        if connection is not None:
-            self._peers.break_off(connection, now_s)
+    def _prefetch(self, request: IncomingRequest, part: Receive) -> None:
+        """Read the computed blocks of a request that can be prefetched and were not read before."""
+        connection = self._peers.get_or_connect(part.source, self._now_s).connection
+        if connection is None:
+            return
+        if (prefetched := request.prefetched) is None:
+            legs = (each.leg for each in connection.legs)
+            groups = FullGroups.of(legs, part.remote_block_ids, self._window_groups)
+            prefetched = request.prefetched = Prefetched(groups, connection)
+        elif not prefetched.is_of(part, connection):
+            self._invalidate(request)
+            return
+        if (wanted := prefetched.next(part)) is not None:
+            parts = self._cut(wanted, connection, is_prefetch=True)
+            self._transfers.start(request.reads, parts, connection, is_prefetch=True)
+            # Only now: what was not begun must not count as read.
+            prefetched.take(part, wanted)
 
-    def _run_out_of_time(self, reading: Reading, now_s: float) -> None:
+    def _invalidate(self, request: IncomingRequest) -> None:
+        """Mark a request's prefetched blocks as of no use, and drop its unposted parts."""
+        if request.prefetched is not None and not request.prefetched.is_invalid:
+            request.prefetched.is_invalid = True
+            self._transfers.give_up(request.reads)
+
+    def _count(self, request: IncomingRequest) -> None:
+        """Count the bytes of the parts that have arrived since the last call."""
+        arrived, request.reads.arrived = request.reads.arrived, []
+        for strategy, telemetry in arrived:
+            if telemetry is not None:
+                self._stats.record_transfer(telemetry, strategy)
+                request.num_bytes += telemetry.totalBytes
+                request.strategies.add(strategy.value)
+                if request.state in (ReadState.PREFETCHING, ReadState.WAITING):
+                    self._stats.record_prefetched(telemetry.totalBytes)
+
+    def _fail(self, request: IncomingRequest, error: Exception) -> None:
+        """Fail a request, and report that; its unposted parts are dropped. See `_leave`."""
+        failed = _as_read_error(error)
+        if failed.failure is ReadFailure.UNFORESEEN:
+            logger.error(
+                "Request %s fails over an unexpected exception",
+                quote(request.request_id),
+                exc_info=error,
+            )
+        if request.fault is not None:
+            return
+        if request.due_at_s == math.inf:
+            # Its reads under way must not be waited for without a deadline.
+            self._set_deadline(request)
+        self._transfers.give_up(request.reads)
+        if request.state is not ReadState.FAILED:
+            request.failed_in = request.state, self._now_s - request.since_s
+            request.failure = failed.failure
+            request.enter(ReadState.FAILED, self._now_s)
+        blocks = request.blocks
+        request.fault = str(failed)
+        self._report.failed[request.request_id] = blocks
+        try:
+            self._conclude_failed(request)
+        except Exception:
+            _log_cut_short(request)
+
+    def _conclude_failed(self, request: IncomingRequest) -> None:
+        """Record, log and release a request that has just failed."""
+        if request.connection is not None:
+            request.connection.lifetime.end_request()
+        if request.reads.parts:
+            request.num_in_doubt = len(request.blocks)
+            self._doubt.add(request.num_in_doubt)
+        failure = request.failure
+        if failure is None:
+            # The worker where the read failed has logged it.
+            self._release(request)
+            return
+        self._stats.record_failed_read(failure)
+        if failure not in _MAY_BE_ANOTHERS:
+            self._release(request)
+        # A failed handshake is logged once for all its requests.
+        if failure is not ReadFailure.HANDSHAKE:
+            state, for_s = request.failed_in
+            logger.error(
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
+                quote(request.request_id),
+                quote(request.receive.source.engine_id),
+                state.value,
+                for_s,
+                one_line(request.fault),
+                one_line(_REMEDIES.get(failure, "")),
+            )
+
+    def _conclude(self, request: IncomingRequest) -> None:
+        """Conclude a request that is over: received, or failed and drained."""
+        if request.num_in_doubt:
+            self._doubt.add(-request.num_in_doubt)
+        if request.fault is None:
+            assert request.connection is not None
+            request.connection.lifetime.end_request()
+            self._stats.record_exposed_transfer(self._now_s - request.offered_at_s)
+            self._release(request)
+
+    def _release(self, request: IncomingRequest) -> None:
+        """Notify a request's producers, if connected, that its blocks are released."""
+        peer = request.peer
+        producers = (peer and peer.connection) or request.connection
+        if producers is None or (producers is request.connection and not producers.is_connected):
+            return
+        self._notifier.release(request.receive, producers)
+
+    def _set_deadline(self, request: IncomingRequest) -> None:
+        request.due_at_s = self._now_s + self._timeout_s
+        self._deadlines.append((request.due_at_s, request.request_id))
+
+    @property
+    def _next_deadline_s(self) -> float | None:
+        """Earliest deadline of a request that is not over; None without one.
+
+        A request that has failed but is not drained counts, too: at its deadline, the wait for its
+        peer ends.
+        """
+        while self._deadlines:
+            due_at_s, request_id = self._deadlines[0]
+            request = self._requests.get(request_id)
+            if request is not None and request.due_at_s == due_at_s:
+                return due_at_s
+            self._deadlines.popleft()
+        return None
+
+    def _run_out_of_time(self, request: IncomingRequest, now_s: float) -> None:
         """Fail a request past its deadline, and name what it waited for."""
-        source = reading.receive.source
+        source = request.receive.source
         where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"
-        if num_parts := len(reading.parts):
+        if num_parts := len(request.reads.parts):
             waited_for = f"{num_parts} reads from {where}"
-            self._break_off(reading, now_s)
-        elif reading.connection is None:
-            is_connected = reading.peer is not None and reading.peer.connection is not None
+            for connection in {each.connection: None for each in request.reads.parts}:
+                self._peers.break_off(connection, now_s)
+        elif request.connection is None:
+            is_connected = request.peer is not None and request.peer.connection is not None
             waited_for = f"its turn at {where}" if is_connected else f"{where} to be connected"
         else:
-            # A look that hangs is told of by `LeaseChecks`, which breaks the connection off.
+            # A look that hangs breaks its connection off by itself: see `advance`.
             waited_for = f"its lease to be looked up at {where}"
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
-        self._fail(reading, reason, ReadFailure.DEADLINE)
+        request.task.cancel(ReadError(reason, ReadFailure.DEADLINE))
+
+
+def _as_read_error(error: Exception) -> ReadError:
+    """Return an exception that has ended a request as the failure that it is counted as."""
+    if isinstance(error, ReadError):
+        return error
+    if isinstance(error, PartError):
+        return ReadError(str(error), ReadFailure.COPY if error.is_local else ReadFailure.TRANSFER)
+    if isinstance(error, LeaseError):
+        return ReadError(str(error), _OF_LEASES[error.failure])
+    if isinstance(error, ReshardError):
+        return ReadError(str(error), ReadFailure.PARAMETERS)
+    return ReadError(repr(error), ReadFailure.UNFORESEEN)
+
+
+def _log_cut_short(request: IncomingRequest) -> None:
+    logger.exception(
+        "What follows the end of request %s was cut short: its lease may have to run out",
+        quote(request.request_id),
+    )
