@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.incoming import SPANS
 
 from tools.docs.blocks import ROOT
 from tools.docs.deadlines import PACKAGE, deadlines
 from tools.docs.metrics import told_spans
 from tools.docs.pages import WRITTEN, outdated, rewrite, written
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.incoming import SPANS
 
 
 @cache

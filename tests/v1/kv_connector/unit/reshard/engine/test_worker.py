@@ -60,6 +60,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
     open_announcer,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 
 LAYOUTS = {
@@ -160,6 +161,23 @@ def test_full_cache_hit_releases_without_a_word(engines):
     progress = Progress(p, d)
     progress.until(p, sent="p-a")
     assert not any(progress.received.values())
+
+
+def test_words_after_a_read_cost_no_looks(engines, monkeypatch):
+    """Nothing is looked for that nobody sends: the call that sends a notification has sent it."""
+    looks: list[Lane] = []
+    progress_of_lane = Lane.progress
+    monkeypatch.setattr(Lane, "progress", lambda lane: looks.append(lane) or progress_of_lane(lane))
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    progress = Progress(p, d)
+    for name in ("p-a", "p-b"):
+        p.offer(name)
+        request = receive(address, [3, 4, 1], [5, 2, 9], remote_request_id=name)
+        d.start(receive={f"d-{name}": request})
+        progress.until(p, sent=name)
+    assert not looks
 
 
 @pytest.mark.parametrize("fingerprint", [None, replace(OFFER, content=9)])

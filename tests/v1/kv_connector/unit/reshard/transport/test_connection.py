@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import TALK_S
 
 NOW_S = 10.0
 
@@ -120,7 +121,7 @@ def test_reads_messages_and_checks(monkeypatch, make_source, make_reader):
     assert not lists and lane.agent.is_open
     for agent in engine.agents:
         with pytest.raises(TransferError):
-            lane.notify(agent.name, b"", NOW_S)
+            lane.notify(agent.name, b"", NOW_S, is_first=True)
     lane.close()
     for agent in engine.agents:
         agent.close()
@@ -170,12 +171,30 @@ def test_checks_keep_a_connection(connection):
     assert check.error is None
 
 
-def test_message_is_on_its_way_for_a_moment(connection):
-    """Its lane knows until when it may have to be polled."""
-    (name, _), *_ = connection.releases
-    assert connection.lane.talks_until_s == 0.0
-    connection.notify(name, b"done")
-    assert NOW_S < connection.lane.talks_until_s < NOW_S + 1.0
+def test_first_message_is_on_its_way_for_a_moment(reader):
+    """Its lane knows until when it may have to be polled; later ones need no poll."""
+    now_s = [NOW_S]
+    connection = reader.connected(reader.make_lane(), RemoteEngineStub(2), lambda: now_s[0])
+    (first, _), (second, _) = connection.releases
+    lane = connection.lane
+    assert lane.talks_until_s == 0.0
+    connection.notify(first, b"done")
+    assert lane.talks_until_s == NOW_S + TALK_S
+    now_s[0] += TALK_S
+    connection.notify(first, b"done")
+    assert lane.talks_until_s == now_s[0]
+    connection.notify(second, b"done")
+    assert lane.talks_until_s == now_s[0] + TALK_S == lane.sent_by_s
+
+
+def test_worker_that_was_read_from_hears_at_once(reader):
+    """Nothing is polled for a message to it."""
+    connection = reader.connected(reader.make_lane(), RemoteEngineStub(), lambda: NOW_S)
+    transfer = read_block(connection)
+    wait_until(lambda: connection.poll(transfer) is TransferState.DONE)
+    connection.release(transfer)
+    connection.notify(transfer.peer, b"done")
+    assert connection.lane.talks_until_s == 0.0 < connection.lane.sent_by_s
 
 
 @given(st.lists(st.sampled_from(["done", "failed", "refused", "in doubt"]), max_size=12))

@@ -254,9 +254,9 @@ def test_what_was_sent_last_may_leave(making, reader):
     connection = reader.connected(lanes.ready[0], engine, lambda: 10.0)
     connection.notify(engine.agents[0].name, b"done")
     lane = retired(lanes, connection)
-    assert 10.0 < lane.talks_until_s < 11.0
-    assert lanes.next_due_s == lane.talks_until_s and lanes.take_due(10.0) == []
-    assert lanes.take_due(lane.talks_until_s) == [lane]
+    assert 10.0 < lane.sent_by_s < 11.0
+    assert lanes.next_due_s == lane.sent_by_s and lanes.take_due(10.0) == []
+    assert lanes.take_due(lane.sent_by_s) == [lane]
     assert engine.agents[0].take_notifications() == [(lane.agent.name, b"done")]
 
 
@@ -420,7 +420,7 @@ def test_two_agents_of_one_name_are_two():
         transfer = reader.read(local, index, remote, index)
         wait_until(partial(is_done, transfer))
         assert set(memory[2]) == {value}
-    lane.notify(names[1], b"for the second", 0.0)
+    lane.notify(names[1], b"for the second", 0.0, is_first=True)
     heard: list[tuple[str, bytes]] = []
 
     def is_heard() -> bool:

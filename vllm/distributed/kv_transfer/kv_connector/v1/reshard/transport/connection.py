@@ -7,6 +7,7 @@ A failed connection is not repaired. It is retired, and drains while the next on
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from ..protocol.lifetimes import Lifetime
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
 from .board_reader import BoardReader, prepare_board
-from .lane import Lane
+from .lane import TALK_S, Lane
 from .lease_check import LeaseChecker, PreparedTable, prepare_table
 from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedStaging
 
@@ -65,6 +66,8 @@ class PeerConnection:
         # Board address and agent name of the first worker that has a board.
         self._board_at: tuple[int, str] | None = None
         self._board: Prepared | None = None
+        # Since when messages leave at once, by worker: a read or an earlier one has reached it.
+        self._reached_s: dict[str | None, float] = {}
         self._is_connected = True
         lane.connections[self] = None
         lane.num_made += 1
@@ -135,6 +138,7 @@ class PeerConnection:
             return state
         if state is TransferState.DONE:
             self.lifetime.done()
+            self._reached_s[transfer.peer] = -math.inf
         else:
             self.lifetime.fail(self._clock())
         transfer.ended_in = state
@@ -154,7 +158,9 @@ class PeerConnection:
         Raises:
             TransferError: The worker cannot be reached.
         """
-        self.lane.notify(peer, message, self._clock())
+        now_s = self._clock()
+        reached_s = self._reached_s.setdefault(peer, now_s + TALK_S)
+        self.lane.notify(peer, message, now_s, is_first=now_s < reached_s)
 
     @property
     def is_connected(self) -> bool:
