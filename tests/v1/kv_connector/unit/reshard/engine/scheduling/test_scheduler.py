@@ -214,6 +214,16 @@ def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces)
         owner.shutdown()
 
 
+def test_host_in_brackets_is_told_without_them(monkeypatch, caplog_vllm):
+    """As URLs write it; and one by which nobody else comes here is warned of when it starts."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "[fd00::1]")
+    assert scheduler().side_channel_host == "fd00::1"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" not in caplog_vllm.text
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "[::1]")
+    assert scheduler().side_channel_host == "::1"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST is '::1'" in caplog_vllm.text
+
+
 @pytest.mark.parametrize(
     ("engine", "layout"),
     [

@@ -19,10 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
 
 from ..errors import (
     LocalLayoutError,
+    LocalLimitError,
     RemoteEngineChangedError,
     RemoteHandshakeError,
     RemoteIncompatibleError,
     RemoteLayoutError,
+    RemoteMisdirectedError,
     RemoteRefusedError,
     RemoteUnreachableError,
     RemoteUntrustedError,
@@ -41,6 +43,12 @@ class HandshakeFailure(str, Enum):
 
     UNREACHABLE = "unreachable"
     """It does not answer, and is asked again by itself. Look at it and at the network."""
+
+    LIMIT = "limit"
+    """This process has no more file descriptors or threads to ask with. Raise its limits."""
+
+    MISDIRECTED = "misdirected"
+    """The address leads back to this engine: set `VLLM_NIXL_SIDE_CHANNEL_HOST` at the other one."""
 
     UNTRUSTED = "untrusted"
     """A request named a host whose address is not in `trusted_peers`."""
@@ -106,6 +114,8 @@ class ReadFailure(str, Enum):
 # The order matters: the first matching type counts.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
+    (LocalLimitError, HandshakeFailure.LIMIT),
+    (RemoteMisdirectedError, HandshakeFailure.MISDIRECTED),
     (RemoteUntrustedError, HandshakeFailure.UNTRUSTED),
     (RemoteRefusedError, HandshakeFailure.REFUSED),
     (RemoteIncompatibleError, HandshakeFailure.INCOMPATIBLE),

@@ -34,6 +34,7 @@ from ...protocol.params import (
     write_secret,
 )
 from ...protocol.quoting import one_line, quote
+from ...protocol.trust import without_brackets
 from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
@@ -84,13 +85,14 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         assert vllm_config.kv_transfer_config is not None
         settings = read_settings(vllm_config.kv_transfer_config)
-        for remark in remarks(vllm_config.kv_transfer_config, settings):
-            logger.warning("%s.", one_line(remark))
         self._settings = settings
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         self._dispatches_early = settings.early_dispatch
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.side_channel_host: str = without_brackets(self.side_channel_host)
+        for remark in remarks(vllm_config.kv_transfer_config, settings, self.side_channel_host):
+            logger.warning("%s.", one_line(remark))
         parallel_config = vllm_config.parallel_config
         # True if steps are scheduled before the output of earlier ones is known.
         self._is_ahead = (
