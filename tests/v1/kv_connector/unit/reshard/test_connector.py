@@ -282,7 +282,7 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             received.update(report(multi, failed))
         assert failed == [forms.failed_reads({"d-b": [6]})]
         stats = multi.get_kv_connector_stats()
-        assert stats.data["NixlConnector"].data["num_failed_transfers"] == [1]
+        assert stats.data["NixlConnector"].data["read_failures"] == ["parameters"]
         assert sum(stats.data["NixlConnector"].data["bytes_transferred"])
     finally:
         multi.shutdown()

@@ -126,6 +126,17 @@ _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (TransferError, HandshakeFailure.TRANSFER),
 )
 
+_FAILED_TRANSFERS = {
+    ReadFailure.TRANSFER,
+    ReadFailure.COPY,
+    ReadFailure.DEADLINE,
+    ReadFailure.UNFORESEEN,
+    # Later releases count a handshake that fails, and not the requests that wait for it.
+    *(() if UPSTREAM_COUNTS_ALL_FAILURES else (ReadFailure.HANDSHAKE,)),
+}
+"""What upstream's metrics count as failed transfers. They have counts of their own for leases that
+run out, and none for what upstream's connector does not check."""
+
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -211,8 +222,9 @@ class ReshardStats(NixlKVConnectorStats):
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
-        """Record a request that could not be read."""
-        self.record_failed_transfer()
+        """Record a request that could not be read; among upstream's counts as upstream does."""
+        if failure in _FAILED_TRANSFERS:
+            self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
 
     def record_notification(self) -> None:
