@@ -111,6 +111,16 @@ class ReadFailure(str, Enum):
     """An unexpected exception was raised: report its traceback, which is in the log."""
 
 
+class RequestParameters(str, Enum):
+    """Whether a request concerns another engine, too."""
+
+    YES = "yes"
+    """It was to be read from another engine, or held for one."""
+
+    NO = "no"
+    """It had no `kv_transfer_params`, or none that ask for either: it is computed here alone."""
+
+
 # The order matters: the first matching type counts.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
@@ -162,6 +172,7 @@ class ReshardStats(NixlKVConnectorStats):
         prefetched_bytes       bytes read before their requests were offered; one sum per report
         handshake_failures     a `HandshakeFailure` for each failed handshake
         read_failures          a `ReadFailure` for each request that could not be read
+        requests               a `RequestParameters` for each new request
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
         notifications_sent     number of notifications; one sum per report
         held_blocks            number of blocks held for other engines; the latest value
@@ -220,6 +231,11 @@ class ReshardStats(NixlKVConnectorStats):
         if UPSTREAM_COUNTS_ALL_FAILURES:
             self.record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
+
+    def record_request(self, *, has_params: bool) -> None:
+        """Record a new request."""
+        kind = RequestParameters.YES if has_params else RequestParameters.NO
+        self.data["requests"].append(kind.value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """Record a request that could not be read; among upstream's counts as upstream does."""
@@ -377,6 +393,13 @@ _METRICS = {
         "Requests whose blocks could not be read, counted by each worker that could not.",
         "reason",
         ReadFailure,
+    ),
+    "requests": _Metric(
+        Counter,
+        "vllm:nixl_requests",
+        "New requests, by whether their parameters name another engine, or ask to be held for one.",
+        "parameters",
+        RequestParameters,
     ),
     "read_seconds": _Metric(
         Histogram,
