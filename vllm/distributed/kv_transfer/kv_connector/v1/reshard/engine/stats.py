@@ -136,14 +136,10 @@ _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (TransferError, HandshakeFailure.TRANSFER),
 )
 
-_FAILED_TRANSFERS = {
-    ReadFailure.TRANSFER,
-    ReadFailure.COPY,
-    ReadFailure.DEADLINE,
-    ReadFailure.UNFORESEEN,
+_FAILED_TRANSFERS = {"transfer", "copy", "deadline", "unforeseen"} | (
     # Later releases count a handshake that fails, and not the requests that wait for it.
-    *(() if UPSTREAM_COUNTS_ALL_FAILURES else (ReadFailure.HANDSHAKE,)),
-}
+    set() if UPSTREAM_COUNTS_ALL_FAILURES else {"handshake"}
+)
 """What upstream's metrics count as failed transfers. They have counts of their own for leases that
 run out, and none for what upstream's connector does not check."""
 
@@ -239,7 +235,7 @@ class ReshardStats(NixlKVConnectorStats):
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """Record a request that could not be read; among upstream's counts as upstream does."""
-        if failure in _FAILED_TRANSFERS:
+        if failure.value in _FAILED_TRANSFERS:
             self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
 

@@ -256,7 +256,7 @@ class HandshakeServer:
                 self._complain(
                     _Complaint.BREAKDOWN,
                     f"it broke down ({one_line(error)}), and is tried again every "
-                    f"{REOPEN_INTERVAL_S:g} s",
+                    f"{REOPEN_INTERVAL_S:g} s: restart this engine where that goes on",
                 )
                 await asyncio.sleep(REOPEN_INTERVAL_S)
 
