@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     BOUNDS,
@@ -367,6 +369,23 @@ class TestConnections:
                 ):
                     failed.result(DEADLINE_S)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+    def test_every_error_of_zeromq_comes_with_a_remedy(self, monkeypatch):
+        """Whichever it is, the line ends with what to do, here or at the other engine."""
+        codes = ({*zmq.Errno} - {zmq.EAGAIN}) | {errno.EMFILE, errno.ENFILE}
+        raised: list[int] = []
+
+        async def fail(*_: object) -> None:
+            raise zmq.ZMQError(raised[-1])
+
+        monkeypatch.setattr(handshake_client, "relay", fail)
+        with serving() as server, asking() as client:
+            for code in codes:
+                raised.append(code)
+                error = client.request(engine_at(server.port), None).exception(DEADLINE_S)
+                is_limit = code in (errno.EMFILE, errno.ENFILE)
+                assert isinstance(error, LocalLimitError if is_limit else RemoteUnreachableError)
+                assert re.search(r"\): (see who|check that)", str(error)), code
 
 
 BAD_DESCRIPTOR = OSError(errno.EBADF, "Bad file descriptor")

@@ -527,6 +527,7 @@ class TestStrangers:
         assert server.counters.breakdowns == 1
         (line,) = warnings
         assert f"{HOST}:{server.port}: it broke down (Socket operation on non-socket)" in line
+        assert "restart this engine where that goes on" in line
 
     def test_end_of_the_thread_is_told(self, monkeypatch):
         """Should it end after all, there is an error in the log, with the remedy."""

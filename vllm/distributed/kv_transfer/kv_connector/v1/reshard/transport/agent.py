@@ -41,7 +41,7 @@ CHECK_BACKENDS = (
 )
 _LOCKED_MEMORY = "raise the limit of locked memory (ulimit -l), and see the lines before of UCX"
 _COMPARE = "compare backends, UCX_TLS and the versions of nixl of both engines"
-_LOOK_THERE = (
+LOOK_THERE = (
     "see that its engine runs and its data ports can be reached; the next request connects anew"
 )
 _LEFT = "nothing need be done, as it goes with the agent"
@@ -256,16 +256,16 @@ class NixlAgent:
         """
         assert local.peer is None and remote.peer is not None
         what = f"NIXL cannot read {len(local_indices)} descriptors from {quote(remote.peer)}"
-        with _remedied(what, _LOOK_THERE):
+        with _remedied(what, LOOK_THERE):
             handle = self._agent.make_prepped_xfer(
                 "READ", local.handle, local_indices, remote.handle, remote_indices
             )
         transfer = Transfer(remote.peer, handle)
         self._reads.add(transfer)
-        with _remedied(what, _LOOK_THERE, InDoubtError):
+        with _remedied(what, LOOK_THERE, InDoubtError):
             state = self._agent.transfer(handle)
         if state == "ERR":
-            raise InDoubtError(f"{one_line(what)}: {_LOOK_THERE}")
+            raise InDoubtError(f"{one_line(what)}: {LOOK_THERE}")
         transfer.ended_at_once = state == "DONE"
         return transfer
 
@@ -302,7 +302,7 @@ class NixlAgent:
         Raises:
             TransferError: The peer cannot be reached.
         """
-        with _remedied(f"NIXL cannot notify {quote(peer)}", _LOOK_THERE):
+        with _remedied(f"NIXL cannot notify {quote(peer)}", LOOK_THERE):
             self._agent.send_notif(peer, notif_msg=message)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:

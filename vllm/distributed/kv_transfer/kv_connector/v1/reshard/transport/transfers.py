@@ -37,7 +37,7 @@ from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.quoting import one_line, quote
-from .agent import Transfer, TransferState
+from .agent import LOOK_THERE, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
@@ -369,7 +369,7 @@ class Transfers:
             return False
         if state is TransferState.FAILED:
             # Even if its request has failed: only closing its lane drains it.
-            fault = f"NIXL could not read from {quote(transfer.peer)}"
+            fault = f"NIXL could not read from {quote(transfer.peer)}: {LOOK_THERE}"
             self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
             return True
