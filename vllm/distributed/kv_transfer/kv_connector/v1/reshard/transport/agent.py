@@ -145,8 +145,7 @@ class NixlAgent:
         opening = _remedied("NIXL cannot open its backends", CHECK_BACKENDS, LocalLayoutError)
         with opening, _MAKING, progress_delay(progress_delay_us), running_on(cores):
             self._agent = NixlWrapper(name, config)
-        if fault := unknown_backends(backends, self._agent.get_plugin_list()):
-            raise LocalLayoutError(fault)
+        require_backends(backends, self._agent.get_plugin_list())
         self._cores = cores
         self._registered: list[Any] = []
         self._lists: set[Prepared] = set()
@@ -372,15 +371,22 @@ def can_be_polled(backends: Sequence[str]) -> bool:
     return list(backends) == ["UCX"]
 
 
-def unknown_backends(backends: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return what is wrong with the names of backends; None if NIXL has them all."""
-    unknown = [quote(name) for name in backends if name not in known]
-    has = f"of which NIXL here has {one_line(', '.join(known))}"
-    return f"backends names {one_line(unknown)}: correct it to some {has}" if unknown else None
+def require_backends(backends: Sequence[str], known: Sequence[str]) -> None:
+    """Check that NIXL has backends of these names.
+
+    Raises:
+        LocalLayoutError: It has not.
+    """
+    if unknown := [quote(name) for name in backends if name not in known]:
+        raise LocalLayoutError(
+            f"backends names {one_line(', '.join(unknown))}, but NIXL here has "
+            f"{one_line(', '.join(sorted(known)))}: correct it"
+        )
 
 
 _TRIAL = """
-import sys
+import signal, sys
+signal.alarm(60)
 from nixl._api import nixl_agent, nixl_agent_config
 agent = nixl_agent("trial", nixl_agent_config(backends=[]))
 print("known:", *agent.get_plugin_list(), flush=True)
@@ -396,12 +402,14 @@ def try_backends(backends: Sequence[str]) -> str | None:
         LocalLayoutError: NIXL does not have one of them.
     """
     command = [sys.executable, "-c", _TRIAL, *backends]
-    said = subprocess.run(command, stdout=-1, stderr=-2, text=True, check=False).stdout
-    known = re.search(r"^known: (.*)", said, re.MULTILINE)
-    if known and (fault := unknown_backends(backends, known[1].split())):
-        raise LocalLayoutError(fault)
-    told = re.findall(r"(?:UCX +(?:WARN|ERROR) +|^E\d.*?\] |^\w*Error: )(.+)", said, re.MULTILINE)
-    return "; ".join(told) or None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if known := re.search(r"^known: (.*)", said, re.MULTILINE):
+        require_backends(backends, known[1].split())
+    if not done.returncode and "is not available" not in said:
+        return None
+    pattern = r"(?:UCX +(?:WARN|ERROR) +|^E\d.*?\] |^[\w.]*Error: )(.+)"
+    return "; ".join(re.findall(pattern, said, re.MULTILINE)) or "it says nothing"
 
 
 @contextmanager

@@ -271,7 +271,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 )
 
     def _count_request(self, *, has_params: bool) -> None:
-        """Count a new request; say once where none of the first is another engine's, too."""
+        """Count a new request; say once if none of the first ones concerns another engine."""
         self._stats.record_request(has_params=has_params)
         self._num_without = -math.inf if has_params else self._num_without + 1
         if self._num_without == _FIRST_REQUESTS:
