@@ -173,8 +173,9 @@ tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
 	VLLM_RESHARD_BASE=$(ASKED_BASE) $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
-plugin: $(VENV)/.installed  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/
-	$(BIN)/python -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .
+# Needs pip, and nothing that is set up here.
+plugin:  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/: PYTHON=python3
+	$(PYTHON) -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .
 
 demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1 EARLY=1
 	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE) $(if $(EARLY),--early)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -108,7 +109,13 @@ def variants(strategies: Sequence[str] | None, *, quick: bool = False) -> list[V
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error(
+            "matplotlib, which draws the charts, is not installed: run `make bench`, or first "
+            "`pip install -r requirements/bench.txt`"
+        )
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     with sigterm_raises():
         try:

@@ -123,6 +123,7 @@ class Base:
         version: Upstream release.
         status: How far it is proved.
         python: Oldest Python that the release runs on.
+        release: Number of the fork's release on this base.
         product_version: Version of the fork without a target's suffix.
         targets: By name.
     """
@@ -130,6 +131,7 @@ class Base:
     version: str
     status: Status
     python: str
+    release: int
     product_version: str
     targets: Mapping[str, Target]
 
@@ -178,6 +180,7 @@ def load_base(path: Path) -> Base:
         version=version,
         status=status,
         python=python,
+        release=release,
         product_version=product_version,
         targets=targets,
     )

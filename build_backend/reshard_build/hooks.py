@@ -118,11 +118,15 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
 
 
 def _wants_plugin(config_settings: Settings) -> bool:
-    """Read the setting `distribution`.
+    """Read the setting `distribution`, the only one.
 
     Raises:
-        SettingError: It names neither.
+        SettingError: It names neither, or there are others.
     """
+    if unknown := sorted((config_settings or {}).keys() - {SETTING}):
+        raise SettingError(
+            f"config setting {unknown[0]} is unknown", f"give {SETTING}={FORK} or {PLUGIN}, or none"
+        )
     wanted = (config_settings or {}).get(SETTING, FORK)
     if wanted not in (FORK, PLUGIN):
         raise SettingError(

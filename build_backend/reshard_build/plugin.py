@@ -17,10 +17,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from .archive import DateTime, WheelWriter
 from .assemble import assemble
-from .bases import releases
+from .base import load_base
+from .bases import default_releases, releases
+from .commit import commit_suffix
 from .errors import ConfigError, PluginError
 from .metadata import own_fields, own_licenses, render, wheel_file
 from .overlay import overlay_files, require_no_clash
@@ -44,7 +47,7 @@ class Plugin:
     Attributes:
         project: Source tree.
         table: Its `[project]` table.
-        version: Its own; no release of vLLM is in it.
+        version: The project's release and commit; no release of vLLM is in it.
         files: Source by path in the wheel.
     """
 
@@ -131,9 +134,11 @@ def read_plugin(project: Project) -> Plugin:
         PluginError: The package could not run from the plugin, or a command is the fork's.
     """
     table = project.plugin_table()
-    version = table.get("version")
-    if not isinstance(version, str):
-        raise ConfigError(f"plugin.toml: version is {version!r}", "give it a string")
+    if "version" in table:
+        raise ConfigError(
+            "plugin.toml has a version", "leave it out: it comes from base.toml and git"
+        )
+    release = load_base(project.base_file(next(iter(default_releases(project).values())))).release
     checked = checked_releases(project)
     of_fork = {Path(path).name for path in overlay_files(project.scripts_dir)}
     if common := sorted(of_fork & table.get("scripts", {}).keys()):
@@ -142,12 +147,10 @@ def read_plugin(project: Project) -> Plugin:
             "installed, pip would remove it with either",
             "give it another name",
         )
-    return Plugin(
-        project=project,
-        table=table,
-        version=version,
-        files=_files(project, checked),
-    )
+    files = _files(project, checked)
+    # As PEP 440 writes it, so that metadata and file names agree with what pip makes of it.
+    version = str(Version(f"{release}.0{commit_suffix(project, files)}"))
+    return Plugin(project=project, table=table, version=version, files=files)
 
 
 def checked_releases(project: Project) -> SpecifierSet:

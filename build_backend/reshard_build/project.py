@@ -61,6 +61,11 @@ class Project:
         """The file with the `[project]` table of the plugin."""
         return self.plugin_dir / "plugin.toml"
 
+    @property
+    def commit_file(self) -> Path:
+        """The file of a source archive with the commit that it was made from."""
+        return self.plugin_dir / "commit"
+
     def base_file(self, release: str) -> Path:
         """The file that pins the wheels of a base."""
         return self.patches_dir(release) / "base.toml"

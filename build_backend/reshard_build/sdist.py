@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .archive import source_date_epoch
+from .commit import commit_of
 from .metadata import sdist_metadata
 from .overlay import overlay_files
 from .project import Project
@@ -69,3 +70,5 @@ def _contents(project: Project, version: str) -> Iterator[tuple[str, bytes]]:
         sources |= overlay_files(directory)
     for name, path in sources.items():
         yield name, path.read_bytes()
+    if commit := commit_of(project):
+        yield project.commit_file.relative_to(project.root).as_posix(), commit.encode()

@@ -71,6 +71,14 @@ LIMITS = (
         fatal=True,
     ),
     Limit(
+        name="pipeline stages beside other connectors",
+        applies=lambda it: it.pp_size > 1,
+        consequence="MultiConnector of vLLM as released refuses stages if one of its children does "
+        "not tell them apart, as OffloadingConnector",
+        remedy="use --pipeline-parallel-size 1 with such a child, or the fork",
+        fatal=False,
+    ),
+    Limit(
         name="rest on CPU",
         applies=lambda it: it.device_type == "cpu" and it.num_workers > 1,
         consequence="workers of vLLM as released keep a core busy while they have nothing to do",

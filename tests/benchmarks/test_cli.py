@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -76,3 +77,11 @@ def test_quick_and_full_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--quick", "--full"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_what_draws_is_asked_for_before_anything_is_measured(monkeypatch, capsys):
+    """And not after minutes, when all that was measured would be lost from the page."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        cli.main(["--quick"])
+    assert "pip install -r requirements/bench.txt" in capsys.readouterr().err

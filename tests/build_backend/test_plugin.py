@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import reshard_build
+from packaging.version import Version
 from reshard_build import (
     build_editable,
     build_sdist,
@@ -23,15 +25,15 @@ from reshard_build import (
 from reshard_build.archive import verify_wheel
 from reshard_build.check import run_checks
 from reshard_build.errors import ConfigError, OverlayError, PluginError
+from reshard_build.git import git_text, run_git
 from reshard_build.plugin import FORK_PACKAGE, PACKAGE, read_plugin
+from reshard_build.project import Project
 
 PACKAGE_DIR = Path(reshard_build.__file__).parent
 SETTING = {"distribution": "plugin"}
-WHEEL = "vllm_kv_reshard-1.2.0-py3-none-any.whl"
 PLUGIN_TOML = """\
 [project]
 name = "vllm-kv-reshard"
-version = "1.2.0"
 description = "The plugin"
 readme = "plugin/README.md"
 license = "Apache-2.0"
@@ -65,7 +67,7 @@ def plugin_tree(frontend: Any) -> Any:
 def test_wheel_has_paths_of_its_own_only(plugin_tree: Any, tmp_path: Path) -> None:
     """Shared modules bear the plugin's package, and nothing else of the overlay is there."""
     name = build_wheel(str(tmp_path), SETTING)
-    assert name == WHEEL
+    assert re.fullmatch(r"vllm_kv_reshard-1\.0\+d[0-9a-f]{8}-py3-none-any\.whl", name)
     verify_wheel(tmp_path / name)
     with zipfile.ZipFile(tmp_path / name) as archive:
         package = [n for n in archive.namelist() if ".dist-info/" not in n]
@@ -74,11 +76,12 @@ def test_wheel_has_paths_of_its_own_only(plugin_tree: Any, tmp_path: Path) -> No
 
 
 def test_metadata_asks_for_no_vllm_but_in_the_extra(plugin_tree: Any, tmp_path: Path) -> None:
-    """Name, version, requirements and entry points are those of `plugin.toml`."""
+    """Name, requirements and entry points are those of `plugin.toml`."""
     name = prepare_metadata_for_build_wheel(str(tmp_path), SETTING)
-    assert name == "vllm_kv_reshard-1.2.0.dist-info"
+    version = read_plugin(plugin_tree.project).version
+    assert name == f"vllm_kv_reshard-{version}.dist-info"
     metadata = Parser().parsestr((tmp_path / name / "METADATA").read_text())
-    assert (metadata["Name"], metadata["Version"]) == ("vllm-kv-reshard", "1.2.0")
+    assert (metadata["Name"], metadata["Version"]) == ("vllm-kv-reshard", version)
     assert metadata.get_all("Requires-Dist") == ["numpy", 'vllm>=0.22,<0.23; extra == "vllm"']
     assert metadata.get_payload() == "# The plugin\n"
     assert "Root-Is-Purelib: true" in (tmp_path / name / "WHEEL").read_text()
@@ -98,15 +101,60 @@ def test_commands_of_the_fork_are_refused(plugin_tree: Any, tmp_path: Path) -> N
 def test_same_sources_give_the_same_bytes(plugin_tree: Any, tmp_path: Path) -> None:
     """A wheel can be built again and compared."""
     one, other = tmp_path / "one", tmp_path / "other"
-    assert build_wheel(str(one), SETTING) == build_wheel(str(other), SETTING)
-    assert (one / WHEEL).read_bytes() == (other / WHEEL).read_bytes()
+    name = build_wheel(str(one), SETTING)
+    assert build_wheel(str(other), SETTING) == name
+    assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_version_tells_the_build(plugin_tree: Any, tmp_path: Path) -> None:
+    """A later commit is newer, and other files are another version, also in a source archive."""
+    root = plugin_tree.root
+
+    def version() -> str:
+        return read_plugin(plugin_tree.project).version
+
+    def commit(when: str) -> str:
+        env = {f"GIT_{who}_DATE": f"{when}T10:20:00+0000" for who in ("AUTHOR", "COMMITTER")}
+        run_git(root, "add", "--all")
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+        run_git(root, *who, "commit", "--quiet", "--allow-empty", "--message", when, env=env)
+        return git_text(root, "log", "-1", "--format=%h")
+
+    without_git = version()
+    plugin_tree.write(f"{FORK_PACKAGE}/more.py", "")
+    assert version() != without_git
+    run_git(root, "init", "--quiet")
+    first = commit("2026-11-27")
+    assert version() == f"1.0.post202611271020+g{first}"
+    plugin_tree.write("README.md", "Not of the plugin.\n")
+    assert version() == f"1.0.post202611271020+g{first}"
+    plugin_tree.write(f"{FORK_PACKAGE}/more.py", "MORE = 1\n")
+    changed = version()
+    assert changed.startswith(f"1.0.post202611271020+g{first}.d")
+    plugin_tree.write(f"{FORK_PACKAGE}/more.py", "MORE = 2\n")
+    assert version() != changed
+    for is_changed in (True, False):
+        with tarfile.open(tmp_path / build_sdist(str(tmp_path), SETTING)) as archive:
+            archive.extractall(tmp_path / f"{is_changed}", filter="data")
+        (source,) = (tmp_path / f"{is_changed}").iterdir()
+        assert read_plugin(Project(source)).version == version()
+        second = commit("2026-11-28")
+    assert version() == f"1.0.post202611281020+g{second}"
+    assert Version(version()) > Version(changed) > Version("1.0")
+
+
+def test_version_is_not_given(plugin_tree: Any) -> None:
+    """It would be forgotten, and pip would keep the files of an older wheel."""
+    plugin_tree.write("plugin/plugin.toml", PLUGIN_TOML.replace("\nname", '\nversion = "2"\nname'))
+    with pytest.raises(ConfigError, match="has a version; leave it out"):
+        read_plugin(plugin_tree.project)
 
 
 def test_no_base_wheel_is_needed(plugin_tree: Any, tmp_path: Path) -> None:
     """What holds no file of vLLM is built without fetching it."""
     for wheel in plugin_tree.cache.iterdir():
         wheel.unlink()
-    assert build_wheel(str(tmp_path), SETTING) == WHEEL
+    assert (tmp_path / build_wheel(str(tmp_path), SETTING)).is_file()
 
 
 def test_source_archive_builds_the_plugin_with_pip(plugin_tree: Any, tmp_path: Path) -> None:
@@ -121,14 +169,17 @@ def test_source_archive_builds_the_plugin_with_pip(plugin_tree: Any, tmp_path: P
     command += ["--no-index", "--config-settings", "distribution=plugin"]
     command += ["--wheel-dir", str(tmp_path / "out"), str(source)]
     subprocess.run(command, check=True, capture_output=True)
-    build_wheel(str(tmp_path / "direct"), SETTING)
-    assert (tmp_path / "out" / WHEEL).read_bytes() == (tmp_path / "direct" / WHEEL).read_bytes()
+    wheel = build_wheel(str(tmp_path / "direct"), SETTING)
+    assert (tmp_path / "out" / wheel).read_bytes() == (tmp_path / "direct" / wheel).read_bytes()
 
 
 def test_unknown_distribution(plugin_tree: Any, tmp_path: Path) -> None:
     """A slip of the pen does not build the fork."""
     with pytest.raises(SystemExit, match="distribution=plugins is unknown; give fork or plugin"):
         build_wheel(str(tmp_path), {"distribution": "plugins"})
+    for hook in (build_wheel, build_editable, build_sdist, prepare_metadata_for_build_wheel):
+        with pytest.raises(SystemExit, match="distributon is unknown; give distribution=fork or"):
+            hook(str(tmp_path), {"distributon": "plugin"})
 
 
 @pytest.mark.parametrize("hook", [build_editable, prepare_metadata_for_build_editable])
@@ -170,7 +221,6 @@ def test_module_of_both(plugin_tree: Any) -> None:
 
 def test_module_of_one_base_alone(plugin_tree: Any) -> None:
     """The plugin is one for all releases in its range; other bases may have what they need."""
-    plugin_tree.write("bases/0.22.1/base.toml", "")
     plugin_tree.write("bases/0.30.0/base.toml", "")
     plugin_tree.write(f"bases/0.30.0/{FORK_PACKAGE}/old.py", "")
     assert f"{PACKAGE}/old.py" not in read_plugin(plugin_tree.project).files
@@ -190,7 +240,6 @@ def test_overlay_without_the_package(plugin_tree: Any) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('version = "1.2.0"', "", "version is None"),
         ("vllm>=0.22,<0.23", "vllm>=", "Expected"),
         ("vllm>=0.22,<0.23", "numpy", "does not require vllm"),
     ],

@@ -191,4 +191,4 @@ class Pair:
         self.wait_until_free()
         assert self.prefill.nixl_counters().expired_requests == 0
         counters = self.decode.nixl_counters()
-        assert (counters.failed_transfers, counters.failed_notifications) == (0, 0)
+        assert (counters.failed_reads, counters.failed_notifications) == (0, 0)

@@ -119,7 +119,7 @@ def test_an_answer_equals_one_engines(spoiled: Spoiled, tokens: int) -> None:
     answer = spoiled.ask(tokens)
     read = spoiled.pair.read_since(before, READS)
     assert (answer.tokens, answer.logprobs) == _said(spoiled.right[tokens])
-    assert (read.transfers, read.failed_transfers) == (READS, 0)
+    assert (read.transfers, read.failed_reads) == (READS, 0)
 
 
 @pytest.mark.parametrize("kind", CACHES)

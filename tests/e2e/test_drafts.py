@@ -128,5 +128,5 @@ def test_nothing_failed(stack: Stack) -> None:
     """No read did, nor was any offer forgotten."""
     for engine in (stack.prefill, stack.decode):
         counters = engine.nixl_counters()
-        assert counters.failed_transfers == counters.failed_notifications == 0
+        assert counters.failed_reads == counters.failed_notifications == 0
         assert counters.expired_requests == 0

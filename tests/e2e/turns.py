@@ -80,7 +80,7 @@ class Turns:
         """No read did, nor was any offer forgotten."""
         for engine in (self.prefill, self.decode):
             counters = engine.nixl_counters()
-            assert counters.failed_transfers == counters.failed_notifications == 0
+            assert counters.failed_reads == counters.failed_notifications == 0
             assert counters.expired_requests == 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -74,6 +75,20 @@ def test_vllm_is_as_it_was(environment: Path, plugin_wheel: Path) -> None:
     assert content(environment).keys() == installed.keys()
     pip(environment, "uninstall", "--yes", "vllm-kv-reshard")
     assert content(environment) == before
+
+
+def test_another_build_replaces_it(environment: Path, plugin_wheel: Path, tmp_path: Path) -> None:
+    """Pip keeps what is there under the same version: another commit has another one."""
+    pip(environment, "install", "--no-index", "--no-deps", str(plugin_wheel))
+    plugin = read_plugin(PROJECT)
+    kept = dict(list(plugin.files.items())[:3])
+    later = replace(plugin, files=kept, version="1.0.post209912312359+gffffffff")
+    wheel = tmp_path / later.write_wheel(tmp_path)
+    pip(environment, "install", "--no-index", "--no-deps", str(wheel))
+    (site,) = environment.glob("lib/python*/site-packages")
+    modules = [path for path in (site / "vllm_kv_reshard").rglob("*.py")]
+    assert len(modules) == len(kept)
+    assert (site / f"vllm_kv_reshard-{later.version}.dist-info").is_dir()
 
 
 @pytest.mark.parametrize(("extra", "version"), [("", "0.32.0"), ("[vllm]", "0.33.0")])

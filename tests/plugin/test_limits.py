@@ -27,15 +27,13 @@ def limits_of(**changes):
     "changes",
     [
         {},
-        {"pp_size": 4, "num_workers": 8},
-        {"pp_size": 4, "num_workers": 4, "compiles": False},
-        {"pp_size": 2, "num_workers": 2, "pools": True},
+        {"num_workers": 8, "compiles": False},
         {"pools": True, "v2_runner": False},
         {"device_type": "cpu", "v2_runner": False, "compiles": False},
     ],
 )
 def test_nothing_to_say(changes):
-    """Any layout on GPUs, and one rank on CPU, need no patch."""
+    """One stage on GPUs, and one rank on CPU, need no patch."""
     assert limits_of(**changes) == []
 
 
@@ -56,8 +54,7 @@ def test_nothing_to_say(changes):
 )
 def test_refused(changes, name, remedy):
     """What would end an engine, or lose its blocks, is refused with its name and the remedy."""
-    (limit,) = limits_of(**changes)
-    assert limit.fatal
+    limit = next(each for each in limits_of(**changes) if each.fatal)
     assert str(limit).startswith(f"{name}: ")
     assert remedy in limit.remedy
     assert "the fork" in limit.remedy
@@ -67,6 +64,22 @@ def test_told():
     """What costs time only is told."""
     (limit,) = limits_of(device_type="cpu", num_workers=2, v2_runner=False)
     assert (limit.name, limit.fatal) == ("rest on CPU", False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pp_size": 4, "num_workers": 8},
+        {"pp_size": 4, "num_workers": 4, "compiles": False},
+        {"pp_size": 2, "num_workers": 2, "pools": True},
+    ],
+)
+def test_stages_are_told_what_cannot_be_beside_them(changes):
+    """What vLLM says names the child of `MultiConnector`, and not what to do."""
+    (limit,) = limits_of(**changes)
+    assert not limit.fatal
+    assert "MultiConnector" in limit.consequence
+    assert "--pipeline-parallel-size 1" in limit.remedy
 
 
 def test_documented():

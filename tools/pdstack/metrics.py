@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 _SAMPLES = {
     "vllm:nixl_bytes_transferred_sum": "bytes_moved",
     "vllm:nixl_bytes_transferred_count": "transfers",
-    "vllm:nixl_num_failed_transfers_total": "failed_transfers",
+    "vllm:nixl_read_failures_total": "failed_reads",
     "vllm:nixl_num_failed_notifications_total": "failed_notifications",
     "vllm:nixl_num_kv_expired_reqs_total": "expired_requests",
     "vllm:nixl_prefill_wait_seconds_count": "prefill_waits",
@@ -38,7 +38,7 @@ class NixlCounters:
 
     bytes_moved: int = 0
     transfers: int = 0
-    failed_transfers: int = 0
+    failed_reads: int = 0
     failed_notifications: int = 0
     expired_requests: int = 0
     prefill_waits: int = 0

@@ -60,8 +60,8 @@ class Result:
 
 def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None:
     """Return why a family has not passed; ``None`` where it has."""
-    if counters.failed_transfers or counters.failed_notifications:
-        return f"{counters.failed_transfers} reads failed"
+    if counters.failed_reads or counters.failed_notifications:
+        return f"{counters.failed_reads} reads failed"
     if not counters.bytes_moved:
         return "nothing was moved over NIXL"
     if family.decode.has("early_dispatch") and not counters.prefill_waits:

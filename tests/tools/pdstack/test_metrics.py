@@ -15,9 +15,10 @@ vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 3.538944e+07
 vllm:nixl_bytes_transferred_bucket{engine="1",le="+Inf",model_name="m"} 1.0
 vllm:nixl_bytes_transferred_count{engine="1",model_name="m"} 1.0
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 60.0
-# HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
-# TYPE vllm:nixl_num_failed_transfers_total counter
-vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 4.0
+# HELP vllm:nixl_read_failures_total Requests whose blocks could not be read.
+# TYPE vllm:nixl_read_failures_total counter
+vllm:nixl_read_failures_total{engine="0",model_name="m",reason="lease"} 1.0
+vllm:nixl_read_failures_total{engine="0",model_name="m",reason="transfer"} 3.0
 # HELP vllm:nixl_num_kv_expired_reqs_total Number of requests that had their KV expire.
 # TYPE vllm:nixl_num_kv_expired_reqs_total counter
 vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 5.0
@@ -47,7 +48,7 @@ def test_counters_are_summed_over_engines() -> None:
     assert parse_nixl_counters(PAGE) == NixlCounters(
         bytes_moved=35389500,
         transfers=3,
-        failed_transfers=4,
+        failed_reads=4,
         expired_requests=5,
         prefill_waits=6,
         prefetched_bytes=8,

@@ -156,7 +156,7 @@ def test_what_comes_after_needs_right_answers(tmp_path, monkeypatch, answer, lat
         (replace(GOOD, logprob_gap=0.5), MOVED, False, "log-probabilities differ by 0.5"),
         (replace(GOOD, equal=0, agreement=0.2), MOVED, False, "only 20% of the tokens agree"),
         (GOOD, NixlCounters(), True, "nothing was moved over NIXL"),
-        (GOOD, replace(MOVED, failed_transfers=2), True, "2 reads failed"),
+        (GOOD, replace(MOVED, failed_reads=2), True, "2 reads failed"),
     ],
 )
 def test_what_passes(found, counters, exact, fault):

@@ -89,6 +89,12 @@ class RecordingConnector(KVConnectorBase_V1):
         return KVConnectorMetadata()
 
 
+class PlainConnector(RecordingConnector):
+    """A connector that takes no handshake metadata at all."""
+
+    set_xfer_handshake_metadata = KVConnectorBase_V1.set_xfer_handshake_metadata
+
+
 class StageAwareConnector(RecordingConnector):
     """A connector that tells pipeline stages apart."""
 
@@ -99,10 +105,10 @@ class StageAwareConnector(RecordingConnector):
 
 @pytest.fixture
 def connectors(monkeypatch: pytest.MonkeyPatch) -> list[RecordingConnector]:
-    """Both recording connectors can be configured by name; lists those created, in order."""
+    """The recording connectors can be configured by name; lists those created, in order."""
     created: list[RecordingConnector] = []
     monkeypatch.setattr(RecordingConnector, "created", created)
-    for connector_class in (RecordingConnector, StageAwareConnector):
+    for connector_class in (RecordingConnector, PlainConnector, StageAwareConnector):
         monkeypatch.setitem(
             KVConnectorFactory._registry, connector_class.__name__, lambda c=connector_class: c
         )

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ONE_STAGE = {(0, 0): "p0t0", (0, 1): "p0t1"}
@@ -48,6 +52,18 @@ def test_a_child_that_cannot_tell_stages_apart_is_named(make_multi):
     with pytest.raises(ValueError, match=r"RecordingConnector .*does not support PP-") as error:
         multi.set_xfer_handshake_metadata_pp_aware(TWO_STAGES)
     assert "MultiConnector" not in str(error.value)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_child_without_metadata_is_asked_nothing(make_multi, order):
+    """It cannot tell stages apart, and has none to tell: as OffloadingConnector."""
+    multi, children = make_multi(*("StageAwareConnector", "PlainConnector")[::order])
+    multi.set_xfer_handshake_metadata_pp_aware(TWO_STAGES)
+    assert [child.by_stage for child in children][::order] == [TWO_STAGES, None]
+    assert (
+        OffloadingConnector.set_xfer_handshake_metadata
+        is KVConnectorBase_V1.set_xfer_handshake_metadata
+    )
 
 
 def test_metadata_by_tp_rank_still_reaches_every_child(make_multi):

@@ -282,7 +282,7 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             received.update(report(multi, failed))
         assert failed == [forms.failed_reads({"d-b": [6]})]
         stats = multi.get_kv_connector_stats()
-        assert stats.data["NixlConnector"].data["num_failed_transfers"] == [1]
+        assert stats.data["NixlConnector"].data["read_failures"] == ["parameters"]
         assert sum(stats.data["NixlConnector"].data["bytes_transferred"])
     finally:
         multi.shutdown()
@@ -320,3 +320,23 @@ def report(connector, failed):
         told = ReshardConnectorMetadata(failed=set(news.metadata[0].failed))
         connector.bind_connector_metadata(MultiKVConnectorMetadata((told, KVConnectorMetadata())))
     return received
+
+
+def test_what_nixl_is_given_is_tried_when_vllm_first_asks(monkeypatch, caplog_vllm):
+    """Before weights are loaded, and only where something is given: a trial takes seconds."""
+    tried: list[tuple[str, ...]] = []
+
+    def try_backends(backends):
+        tried.append(backends)
+        return "transport 'x' is not available"
+
+    monkeypatch.setattr(connector_module, "try_backends", try_backends)
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert NixlConnector.requires_piecewise_for_cudagraph({}) is False
+    assert tried == []
+    assert NixlConnector.requires_piecewise_for_cudagraph({"backends": ["LIBFABRIC"]}) is False
+    monkeypatch.setenv("UCX_TLS", "x")
+    assert NixlConnector.requires_piecewise_for_cudagraph({}) is False
+    assert tried == [("LIBFABRIC",), ("UCX",)]
+    assert "(transport 'x' is not available): see what UCX" in caplog_vllm.text

@@ -6,12 +6,22 @@ Whole workers over real NIXL, as in `test_worker`; docs/parity.md lists what is 
 
 from __future__ import annotations
 
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlConnector as UpstreamConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
@@ -22,9 +32,21 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     fill,
     lost_blocks,
     receive,
+    stats_with,
 )
+from tests.v1.kv_connector.unit.reshard.transport.channels import DEADLINE_S, free_port
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
+    UPSTREAM_COUNTS_ALL_FAILURES,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
+    ReadFailure,
+    ReshardStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
 
 FP8 = dict(dtype=torch.uint8, cache_dtype="fp8")
 
@@ -265,3 +287,95 @@ def test_stats_reach_prometheus(engines):
     metrics = NixlConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     metrics.observe(total.data, 0)
     assert sum(Recording.seen["vllm:nixl_bytes_transferred"]) == whole.nbytes
+
+
+class UpstreamsWorker(NixlConnectorWorker):
+    """Upstream's worker as far as it counts failures: whatever else it asks of itself is empty."""
+
+    def __init__(self) -> None:
+        self.xfer_stats = NixlKVConnectorStats()
+        self.engine_id = "decode"
+        self._handshake_lock = threading.RLock()
+        self._handshake_futures: dict = {}
+        self._handshake_initiation_executor = ThreadPoolExecutor(1)
+        self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
+        self._remote_agents: dict = {}
+        self._recving_metadata: dict = {}
+        self._is_hma_required = True
+        self.nixl_wrapper = SimpleNamespace(
+            check_xfer_state=lambda _: "ERR", release_xfer_handle=lambda _: None
+        )
+
+    def _evict_stale_engines(self) -> None:
+        """Know no engine."""
+
+    def _log_failure(self, **_) -> None:
+        """Say nothing."""
+
+    def _nixl_handshake(self, *_) -> None:
+        """Reach nobody, once all requests wait for it."""
+        self.all_wait.wait(DEADLINE_S)
+        raise ConnectionError("nobody listens there")
+
+    def fail_handshake(self, request_ids: list[str]) -> None:
+        """Have requests wait for a handshake that fails, and see to those that have failed."""
+        remote = SimpleNamespace(host="127.0.0.1", port=1)
+        meta = SimpleNamespace(remote=remote, tp_size=1, dcp_size=1, pp_size=1)
+        self.all_wait = threading.Event()
+        for request_id in request_ids:
+            self._background_nixl_handshake(request_id, "prefill", meta)
+        self.all_wait.set()
+        self._handshake_initiation_executor.shutdown()
+        # As `get_transfer_results` of later releases does; in 0.22.1 it counts nothing more.
+        while UPSTREAM_COUNTS_ALL_FAILURES and not self._failed_recv_reqs.empty():
+            self._handle_failed_transfer(
+                self._failed_recv_reqs.get_nowait(), None, set(), record_failed_transfer=False
+            )
+
+    def fail_transfer(self) -> None:
+        """Have a read fail at NIXL."""
+        self._pop_done_transfers({"a": [1]})
+
+
+def failed_transfers(connector, stats) -> float:
+    """What a connector's metrics make of its counts."""
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    connector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]}).observe(stats.data, 0)
+    return registry.get_sample_value("vllm:nixl_num_failed_transfers_total", {"engine": "0"})
+
+
+def test_failed_handshake_counts_as_upstreams_does(engines):
+    """However many requests wait for it, on the bases where upstream counts it once."""
+    requests = ["d-a", "d-b", "d-c", "d-d"]
+    upstreams = UpstreamsWorker()
+    upstreams.fail_handshake(requests)
+
+    d = engines("decode")
+    nobody = RemoteEngineAddress("prefill", "127.0.0.1", free_port())
+    wanted = {name: receive(nobody, [3 + n], [5]) for n, name in enumerate(requests)}
+    d.start(receive=wanted)
+    (worker,) = d.workers.values()
+    stats = stats_with(worker, "read_failures", Progress(d))
+    assert stats.data["read_failures"] == ["handshake"] * 4
+    expected = 1.0 if UPSTREAM_COUNTS_ALL_FAILURES else 4.0
+    assert failed_transfers(UpstreamConnector, upstreams.xfer_stats) == expected
+    assert failed_transfers(NixlConnector, stats) == expected
+
+
+def test_failed_read_counts_as_upstreams_does():
+    """Of what upstream does not check, nothing is counted under its name."""
+    upstreams = UpstreamsWorker()
+    upstreams.fail_transfer()
+    assert failed_transfers(UpstreamConnector, upstreams.xfer_stats) == 1.0
+    for failure in ReadFailure:
+        ours = ReshardStats()
+        ours.record_failed_read(failure)
+        is_upstreams = failure in (
+            ReadFailure.TRANSFER,
+            ReadFailure.COPY,
+            ReadFailure.DEADLINE,
+            ReadFailure.UNFORESEEN,
+        ) or (failure is ReadFailure.HANDSHAKE and not UPSTREAM_COUNTS_ALL_FAILURES)
+        assert failed_transfers(NixlConnector, ours) == is_upstreams

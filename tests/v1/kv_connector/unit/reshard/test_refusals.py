@@ -246,6 +246,13 @@ REFUSALS = [
         "it needs NIXL as well",
         "test_refusals.py::test_nixl_is_asked_for_by_name",
     ),
+    Refusal(
+        "agent.require_backends",
+        "backends names",
+        HAS_IT_NOT,
+        "it ends with a KeyError",
+        "transport/test_agent.py::test_backend_that_nixl_does_not_have_is_refused_by_name",
+    ),
     *(
         Refusal(
             "authentication.read_channel_key",

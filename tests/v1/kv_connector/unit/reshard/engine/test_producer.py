@@ -267,3 +267,19 @@ def test_log_tells_which_reader_has_ended_an_offer(caplog_vllm):
     producer.offer("b", now_s=6.0)
     producer.side.collect_released(6.0 + LEASE_S)
     assert "Request b: expired, with 3 blocks, after 30.000 s as offered." in caplog_vllm.text
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_offers_that_nobody_reads_are_told_of_once(reads, caplog_vllm):
+    """A router that sends nothing on looks well, but for blocks that are held in vain."""
+    producer = Producer()
+    if reads:
+        producer.offer("read")
+        producer.hear("read")
+        producer.side.collect_released(0.0)
+    for turn in range(3):
+        names = [f"{turn}-{number}" for number in range(15)]
+        producer.offer(*names)
+        assert producer.side.collect_released(2 * LEASE_S * (turn + 1)) == set(names)
+        told = caplog_vllm.text.count("None of the first 20 requests that were held was read")
+        assert told == (turn > 0 and not reads)

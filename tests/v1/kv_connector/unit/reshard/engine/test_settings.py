@@ -24,12 +24,8 @@ NAMES = sorted(Settings.__struct_encode_fields__)
 
 def config(extra, **fields) -> KVTransferConfig:
     """A configuration with some extra options."""
-    return KVTransferConfig(
-        kv_connector="NixlConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config=extra,
-        **fields,
-    )
+    given = {"kv_role": "kv_both", "kv_connector_extra_config": extra} | fields
+    return KVTransferConfig(kv_connector="NixlConnector", **given)
 
 
 def test_defaults_are_upstreams():
@@ -148,9 +144,21 @@ def test_any_value_is_read_or_refused(extra):
         assert "\n" not in str(error)
 
 
-def remarks_on(transfer: KVTransferConfig) -> list[str]:
+def remarks_on(transfer: KVTransferConfig, host: str = "10.0.0.1") -> list[str]:
     """What is said of a configuration when it is read."""
-    return remarks(transfer, read_settings(transfer))
+    return remarks(transfer, read_settings(transfer), host)
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "0.0.0.0", "::", "::1", "[::1]"])
+def test_host_that_leads_nobody_here_is_said(host):
+    """Of an engine that is read from; who only reads is asked by nobody."""
+    (remark,) = remarks_on(config({}, kv_role="kv_producer"), host)
+    assert f"VLLM_NIXL_SIDE_CHANNEL_HOST is '{host}'" in remark
+    assert remarks_on(config({}, kv_role="kv_consumer"), host) == []
+    both = {"bidirectional_kv_xfer": True}
+    assert remarks_on(config(both, kv_role="kv_consumer", kv_load_failure_policy="recompute"), host)
+    for other in ("10.0.0.1", "engine.example", "fd00::1"):
+        assert remarks_on(config({}, kv_role="kv_producer"), other) == []
 
 
 def test_what_does_nothing_is_said():

@@ -36,6 +36,7 @@ RECORDS = {
     ),
     "failed read": lambda stats: stats.record_failed_read(ReadFailure.LEASE),
     "notification": lambda stats: stats.record_notification(),
+    "request": lambda stats: stats.record_request(has_params=True),
     "held blocks": lambda stats: stats.record_held_blocks(5),
     "expired lease": lambda stats: stats.record_kv_expired_req(),
     "late notification": lambda stats: stats.record_late_notification(),
@@ -117,10 +118,13 @@ def test_prometheus_shows_every_kind(prometheus):
     assert value(registry, "vllm:nixl_read_bytes_total", strategy="direct") == 8192
     assert value(registry, "vllm:nixl_notifications_sent_total") == 2
     assert value(registry, "vllm:nixl_held_blocks") == 5
+    assert value(registry, "vllm:nixl_requests_total", parameters="yes") == 2
+    assert value(registry, "vllm:nixl_requests_total", parameters="no") == 0
     # Upstream's names and meanings stay.
     assert value(registry, "vllm:nixl_bytes_transferred_sum") == 8192
+    # Two handshakes, where upstream counts them; a lease that ran out is no failed transfer.
     assert value(registry, "vllm:nixl_num_failed_transfers_total") == (
-        4 if compat.UPSTREAM_COUNTS_ALL_FAILURES else 2
+        2 if compat.UPSTREAM_COUNTS_ALL_FAILURES else 0
     )
     assert value(registry, "vllm:nixl_num_kv_expired_reqs_total") == 2
     assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 2

@@ -327,7 +327,7 @@ def test_unreachable_engine_fails_its_requests_only(engines):
     progress.until(d, received="lost")
     for worker in d.workers.values():
         assert lost_blocks(worker) == {6, 7, 8}
-        assert worker.take_stats().data["num_failed_transfers"] == [1]
+        assert worker.take_stats().data["read_failures"] == ["handshake"]
 
 
 def test_failed_handshake_is_told_once_for_all_that_waited(engines, caplog_vllm):

@@ -167,6 +167,16 @@ def test_lists_without_end_are_a_fault():
     assert "malformed" in remote_blocks(made)
 
 
+def test_host_that_is_empty_is_the_other_engines_setting():
+    """It was not the router that has left it out."""
+    params = {**SOUND, "do_remote_prefill": True, "remote_host": ""}
+    made, _ = sanitize_params(params, reads_back=False)
+    fault = remote_blocks(made)
+    assert (
+        fault == "its remote_host is empty: set VLLM_NIXL_SIDE_CHANNEL_HOST where it was prefilled"
+    )
+
+
 def test_host_that_is_not_trusted_is_not_asked():
     """Its fault names the option that would allow it."""
     asked = {**SOUND, "remote_host": "192.0.2.1"}

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import uuid
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -13,10 +16,17 @@ import pytest
 from vllm.distributed.nixl_utils import NixlWrapper
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalLayoutError,
+    TransferError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import agent as agent_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
+    Prepared,
+    Transfer,
     TransferState,
+    try_backends,
 )
 
 
@@ -137,3 +147,101 @@ def test_closed_agent_leaves_nothing(agents):
     reader.close()
     assert remote.handle is local.handle is transfer.handle is None
     reader.close()
+
+
+def errors_of_nixl() -> list[type[Exception]]:
+    """Every type of error that NIXL has, one for each of its codes."""
+    bindings = vars(sys.modules[NixlWrapper.__module__].nixlBind)
+    return [
+        each
+        for name, each in bindings.items()
+        if name.startswith("nixl") and isinstance(each, type) and issubclass(each, Exception)
+    ]
+
+
+REMEDY = re.compile(r": (?:see|correct|compare|raise|nothing need be done)\b[^:]+$")
+INDICES = np.zeros(1, dtype=np.int32)
+ROWS = np.array([[4096, 64, 0, 64, 1]], dtype=np.uint64)
+OPERATIONS = {
+    "get_reg_descs": lambda agent: agent.register([(4096, 64, 0)]),
+    "register_memory": lambda agent: agent.register([(4096, 64, 0)]),
+    "get_agent_metadata": lambda agent: agent.metadata(),
+    "add_remote_agent": lambda agent: agent.connect(b"metadata"),
+    "prep_xfer_dlist": lambda agent: agent.prepare(ROWS, "peer"),
+    "make_prepped_xfer": lambda agent: agent.read(
+        Prepared(None, 1), INDICES, Prepared("peer", 2), INDICES
+    ),
+    "transfer": lambda agent: agent.read(Prepared(None, 1), INDICES, Prepared("peer", 2), INDICES),
+    "send_notif": lambda agent: agent.notify("peer", b""),
+}
+WARNED = {
+    "remove_remote_agent": lambda agent: agent.disconnect("peer"),
+    "get_new_notifs": lambda agent: agent.take_notifications(),
+    "release_dlist_handle": lambda agent: agent.release_prepared(Prepared("peer", 2)),
+    "release_xfer_handle": lambda agent: agent.release(Transfer("peer", 3)),
+    "deregister_memory": lambda agent: agent.close(),
+}
+
+
+def test_every_error_of_nixl_comes_with_a_remedy(agents, monkeypatch):
+    """Whatever fails, with whichever code: one line that ends with what to do."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        agent_module.logger, "warning", lambda text, *values: lines.append(text % values)
+    )
+    errors = errors_of_nixl()
+    assert len(errors) >= 10
+    agent, _ = agents
+    wrapped = agent._agent
+    for error in errors:
+        for name in (*OPERATIONS, *WARNED):
+            agent._agent = Mock(wraps=None)
+            getattr(agent._agent, name).side_effect = error("NIXL_ERR_\nX")
+            agent._registered[:] = [None]
+            if name in OPERATIONS:
+                with pytest.raises((TransferError, LocalLayoutError)) as caught:
+                    OPERATIONS[name](agent)
+                lines.append(str(caught.value))
+            else:
+                WARNED[name](agent)
+            assert len(lines) == 1, (name, lines)
+            assert "NIXL" in lines[0] and lines[0].isprintable()
+            assert REMEDY.search(lines.pop().partition("NIXL_ERR_")[2]), name
+    agent._agent = wrapped
+    agent._registered.clear()
+
+
+def test_backend_that_nixl_does_not_have_is_refused_by_name():
+    """With those that it has."""
+    with pytest.raises(
+        LocalLayoutError, match=r"names ucx, but NIXL here has .*LIBFABRIC.*UCX: correct"
+    ):
+        NixlAgent(f"misspelt-{uuid.uuid4()}", backends=("ucx",))
+
+
+def test_backend_that_cannot_be_opened_is_refused_with_the_settings():
+    """As where UCX_TLS leaves no transport; in a process of its own, as UCX reads it once."""
+    program = (
+        f"from {NixlAgent.__module__} import NixlAgent\n"
+        "try:\n    NixlAgent('a')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
+    )
+    env = {**os.environ, "UCX_TLS": "none-such"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=True
+    )
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("LocalLayoutError")]
+    assert "NIXL cannot open its backends: NIXL_ERR_BACKEND: see what UCX" in line
+    assert "correct UCX_TLS, UCX_NET_DEVICES" in line
+
+
+def test_backends_are_tried_in_a_process_of_their_own(monkeypatch):
+    """What UCX says of transports and devices is told, with what there is instead."""
+    assert try_backends(["UCX"]) is None
+    with pytest.raises(LocalLayoutError, match=r"names ucx, but NIXL here has .*UCX: correct it"):
+        try_backends(["ucx"])
+    for name, what in (("UCX_TLS", "transport"), ("UCX_NET_DEVICES", "network device")):
+        with monkeypatch.context() as patch:
+            patch.setenv("UCX_TLS", "tcp")
+            patch.setenv(name, "none-such")
+            fault = try_backends(["UCX"])
+        assert f"{what} 'none-such' is not available, please use one or more of: " in fault

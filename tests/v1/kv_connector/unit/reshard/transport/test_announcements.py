@@ -212,6 +212,7 @@ def test_engine_and_worker_do_without_curve(announcer, caplog_vllm, monkeypatch)
     lines = caplog_vllm.messages
     assert len(lines) == 2
     assert all(f"nothing can be announced to them at {HOST} (" in line for line in lines)
+    assert all(line.endswith("raise the limit of open files (ulimit -n).") for line in lines)
 
 
 def test_message_that_cannot_be_taken_up_is_not_the_last(announcer, caplog_vllm):

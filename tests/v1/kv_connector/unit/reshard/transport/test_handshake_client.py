@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 import struct
 import subprocess
@@ -17,12 +18,14 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     BOUNDS,
     DEADLINE_S,
     FACTORS,
     HOST,
+    REPLIES,
     REPLY,
     SHORT_S,
     WORKERS,
@@ -31,6 +34,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     describe,
     engine_at,
     fetch,
+    free_port,
     greet,
     listening,
     no_more_threads,
@@ -42,7 +46,10 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalLimitError,
+    RemoteEngineChangedError,
     RemoteHandshakeError,
+    RemoteMisdirectedError,
     RemoteUnreachableError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import (
@@ -55,6 +62,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import handshake_client, zmtp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.zmtp import Allowance
 
@@ -123,7 +133,7 @@ def test_nothing_is_unbounded(monkeypatch):
     with listening() as (_, port), asking() as client:
         asked = [client.request(engine_at(port, engine_id=str(n)), FACTORS) for n in range(4)]
         with pytest.raises(
-            RemoteUnreachableError, match=f"{HOST}:{port}: not asked \\(3 other engines are being"
+            LocalLimitError, match=f"{HOST}:{port}: not asked \\(3 other engines are being"
         ):
             asked[3].result(DEADLINE_S)
         assert not any(future.done() for future in asked[:3])
@@ -272,6 +282,49 @@ def stalling_answer(num_bytes: int) -> Iterator[tuple[int, threading.Event]]:
         yield port, stalled
 
 
+class TestWhoAnswers:
+    """Addresses that are others' than the engine's that was asked for."""
+
+    @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", HOST])
+    def test_this_engine_itself(self, host):
+        """Left at localhost on two machines, an address leads an engine back to itself."""
+        with (
+            serving() as server,
+            pytest.raises(RemoteMisdirectedError, match=r"this engine itself answers, not prefill"),
+        ):
+            fetch(server.port, host=host, engine_id="prefill", own_id="engine")
+
+    def test_nobody_at_a_host_that_is_everybodys(self):
+        """It is said that the host is this machine; of another host, it is not."""
+        for host, told in {"localhost": True, "::": True, "127.0.0.1": True}.items():
+            with pytest.raises(RemoteUnreachableError) as caught:
+                fetch(free_port(), host=host)
+            assert ("that host is this machine itself" in str(caught.value)) is told
+
+    def test_address_of_another_engine_does_not_hide_the_next(self, resolver):
+        """A name may lead to several engines, of which the first to answer is another one."""
+        resolver.known["engine.example"] = (HOST, "127.0.0.2")
+        with serving(reply_of(describe(0, "other"))) as other:
+            server = HandshakeServer("127.0.0.2", other.port, REPLIES)
+            server.start()
+            try:
+                assert fetch(other.port, host="engine.example") == WORKERS
+            finally:
+                server.close()
+
+    def test_only_other_engines_at_all_addresses(self, resolver):
+        """That is told when the last one has answered, or when there is no more time."""
+        resolver.known["engine.example"] = (HOST, "127.0.0.2")
+        with serving(reply_of(describe(0, "other"))) as other:
+            with pytest.raises(RemoteEngineChangedError, match=r"engine other answers, not engine"):
+                fetch(other.port, host="engine.example", timeout_s=10 * DEADLINE_S)
+            with socket.socket() as silent:
+                silent.bind(("127.0.0.2", other.port))
+                silent.listen()
+                with pytest.raises(RemoteEngineChangedError, match=r"engine other answers"):
+                    fetch(other.port, host="engine.example", timeout_s=1)
+
+
 class TestConnections:
     """What becomes of connections that fail, or are lost."""
 
@@ -302,7 +355,7 @@ class TestConnections:
             wait_until(lambda: num_descriptors() <= before)
 
     def test_no_more_descriptors(self, monkeypatch):
-        """The handshake ends at once with an error that says so, and the next one is served."""
+        """The handshake fails at once over this process's limit, and the next one is served."""
 
         def refuse(*_: object) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
@@ -312,10 +365,27 @@ class TestConnections:
                 patch.setattr(zmtp, "_joined", refuse)
                 failed = client.request(engine_at(server.port), FACTORS)
                 with pytest.raises(
-                    RemoteUnreachableError, match=r"broke off .*Too many open files"
+                    LocalLimitError, match=r"not asked .*Too many open files.*ulimit -n"
                 ):
                     failed.result(DEADLINE_S)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+    def test_every_error_of_zeromq_comes_with_a_remedy(self, monkeypatch):
+        """Whichever it is, the line ends with what to do, here or at the other engine."""
+        codes = ({*zmq.Errno} - {zmq.EAGAIN}) | {errno.EMFILE, errno.ENFILE}
+        raised: list[int] = []
+
+        async def fail(*_: object) -> None:
+            raise zmq.ZMQError(raised[-1])
+
+        monkeypatch.setattr(handshake_client, "relay", fail)
+        with serving() as server, asking() as client:
+            for code in codes:
+                raised.append(code)
+                error = client.request(engine_at(server.port), None).exception(DEADLINE_S)
+                is_limit = code in (errno.EMFILE, errno.ENFILE)
+                assert isinstance(error, LocalLimitError if is_limit else RemoteUnreachableError)
+                assert re.search(r"\): (see who|check that)", str(error)), code
 
 
 BAD_DESCRIPTOR = OSError(errno.EBADF, "Bad file descriptor")
@@ -353,7 +423,7 @@ class TestLife:
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", no_more_threads)
                 failed = client.request(engine_at(server.port), FACTORS)
-            with pytest.raises(RemoteUnreachableError, match=r"not asked \(can't start new thr"):
+            with pytest.raises(LocalLimitError, match=r"not asked \(can't start new thr"):
                 failed.result(0)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
         with asking() as client, monkeypatch.context() as patch:

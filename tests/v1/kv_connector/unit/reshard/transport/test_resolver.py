@@ -16,6 +16,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     DEADLINE_S,
     FACTORS,
     HOST,
+    REPLIES,
     SHORT_S,
     WORKERS,
     asking,
@@ -38,6 +39,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.resolver import (
     MAX_ADDRESSES,
     addresses_of,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
 )
 
 
@@ -126,6 +130,17 @@ class TestNames:
         trusted = TrustedPeers.parse(["10.0.0.0/8"])
         with pytest.raises(RemoteUntrustedError, match=r"host 127\.0\.0\.1 is not among trusted_p"):
             fetch(1, host=host, trusted=trusted)
+
+    @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+    def test_address_in_brackets(self, resolver):
+        """It is written so in URLs, and is no name."""
+        server = HandshakeServer("::1", 0, REPLIES)
+        server.start()
+        try:
+            assert fetch(server.port, host="[::1]") == WORKERS
+        finally:
+            server.close()
+        assert resolver.asked == []
 
     @pytest.mark.parametrize("name", ["", "\udc80", "a\0b", "x" * 64 + ".example", "::1%a]:1;[b"])
     def test_what_cannot_be_a_name(self, name):

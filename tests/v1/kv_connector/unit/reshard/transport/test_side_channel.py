@@ -230,7 +230,10 @@ class TestUpstream:
         try:
             assert ready.wait(DEADLINE_S)
             for _ in range(3):
-                error = f"runs upstream's NixlConnector, but this engine runs reshard/5: .*{REMEDY}"
+                error = (
+                    "runs upstream's NixlConnector, but this engine runs reshard/5: install the "
+                    f"fork or the plugin vllm-kv-reshard there; .*{REMEDY}"
+                )
                 with pytest.raises(RemoteIncompatibleError, match=error):
                     fetch(port)
             assert re.search(f"unexpected message .*reshard/5 reads .*{REMEDY}", caplog_vllm.text)
@@ -283,7 +286,8 @@ class TestUpstream:
         assert payload.compatibility_hash.startswith("reshard/5: this engine does not run upstream")
         assert payload.agent_metadata_bytes == b""
         assert server.counters == ServerCounters(refused=1)
-        assert re.search(f"a peer runs upstream's NixlConnector.*{REMEDY}", warnings[0])
+        installs = "install the fork or the plugin vllm-kv-reshard there"
+        assert re.search(f"a peer runs upstream's NixlConnector.*{installs}.*{REMEDY}", warnings[0])
         assert fetch(server.port) == WORKERS
 
     @pytest.mark.parametrize(
@@ -399,7 +403,8 @@ class TestStrangers:
                         stranger.sendall(b"\x01\x00" + frame * 100)
         assert resident_bytes() - before_bytes < 16 << 20
         assert fetch(server.port) == WORKERS
-        assert server.counters == ServerCounters(answered=1)
+        # Some are cut off by ZeroMQ, which counts nothing.
+        assert 1 <= server.counters.dropped <= 20
 
     def test_honest_peer_is_served_while_a_stranger_sends(self, server):
         """As fast as it can, over one connection after another: most within 100 ms."""
@@ -458,15 +463,21 @@ class TestStrangers:
         ],
         ids=["nothing", "zeros", "http", "ones", "half a greeting"],
     )
-    def test_other_protocols(self, server, garbage):
-        """Bytes that are not even ZeroMQ's are no matter, nor is whoever keeps the line open."""
+    def test_other_protocols(self, server, warnings, garbage):
+        """Bytes that are not even ZeroMQ's are counted, told of once, and do no harm."""
         with contextlib.ExitStack() as kept:
             for _ in range(20):
                 raw = kept.enter_context(socket.create_connection((HOST, server.port)))
                 with contextlib.suppress(ConnectionError):
                     raw.sendall(garbage)
             assert fetch(server.port) == WORKERS
-        assert server.counters == ServerCounters(answered=1)
+        # Who waits for the rest of a greeting may still be an engine; who leaves before it is none.
+        is_over = garbage[9:10] != b"\x7f"
+        wait_until(lambda: server.counters == ServerCounters(answered=1, dropped=20 * is_over))
+        assert len(warnings) == is_over
+        assert all(
+            "no engine has asked (" in line and "let only engines" in line for line in warnings
+        )
 
     def test_peer_that_does_not_read(self):
         """Who asks again and again without listening holds up nobody, and loses the answers."""
@@ -516,6 +527,7 @@ class TestStrangers:
         assert server.counters.breakdowns == 1
         (line,) = warnings
         assert f"{HOST}:{server.port}: it broke down (Socket operation on non-socket)" in line
+        assert "restart this engine where that goes on" in line
 
     def test_end_of_the_thread_is_told(self, monkeypatch):
         """Should it end after all, there is an error in the log, with the remedy."""
@@ -546,7 +558,10 @@ class TestStrangers:
                 stranger.send_multipart([b"garbage"])
             wait_until(lambda: server.counters.dropped == 100)
             assert len(warnings) == 1
-            assert f"{HOST}:{server.port}: a message of 7 bytes is no request" in warnings[0]
+            assert (
+                f"{server.port}: no engine has asked (a message of 7 bytes is no request)"
+                in warnings[0]
+            )
             monkeypatch.setattr(side_channel, "_COMPLAINT_INTERVAL_S", 0.0)
             stranger.send_multipart([b"garbage"])
             wait_until(lambda: len(warnings) == 2)

@@ -10,6 +10,7 @@ on the prefill engine, and with the role `kv_consumer` on the decode engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,12 @@ from .engine.failed_reads import ReadReports
 from .engine.metadata import ReshardConnectorMetadata, WorkerNews
 from .engine.pcp_replica import PcpReplicaWorker, is_pcp_replica, refuse_pcp_consumers
 from .engine.scheduling.scheduler import ReshardScheduler
-from .engine.settings import OWN_OPTIONS, read_settings
+from .engine.settings import OWN_OPTIONS, Settings, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
+from .protocol.quoting import one_line
+from .transport.agent import CHECK_BACKENDS, try_backends
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -247,6 +250,23 @@ class NixlConnector(UpstreamConnector):
         if self.connector_scheduler is not None:
             return self.connector_scheduler.take_stats()
         return self._worker.take_stats()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return False. On GPUs, vLLM asks before weights are loaded: so try what NIXL is given.
+
+        What cannot be opened here may be there where the workers run, so that is told only.
+
+        Raises:
+            LocalLayoutError: NIXL does not have a backend that is named.
+        """
+        if "backends" in extra_config or {"UCX_TLS", "UCX_NET_DEVICES"} & os.environ.keys():
+            backends = tuple(map(str, extra_config.get("backends", Settings().backends)))
+            if fault := try_backends(backends):
+                logger.warning(
+                    "NIXL cannot open all it is given (%s): %s.", one_line(fault), CHECK_BACKENDS
+                )
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReshardStats:

@@ -22,7 +22,13 @@ MEET_UPSTREAMS = (
     "NixlConnector'), and leave out what the line names, or set kv_connector_module_path to "
     f"{_UPSTREAMS_MODULE} on the other one, too"
 )
-"""Remedy where one of two engines runs upstream's connector. Both engines report it."""
+"""Remedy where one of two engines runs upstream's connector, as it stands in messages between them,
+whose bytes are those of a released protocol."""
+
+INSTALL_THERE = (
+    f"install the fork or the plugin vllm-kv-reshard there; where that is, {MEET_UPSTREAMS}"
+)
+"""The same in this engine's log: mostly the other one is vLLM as released."""
 
 
 class LocalLayoutError(ReshardError):
@@ -39,6 +45,10 @@ class RemoteHandshakeError(ReshardError):
 
 class RemoteUnreachableError(RemoteHandshakeError):
     """No connection to the peer was possible, or it did not answer in time."""
+
+
+class RemoteMisdirectedError(RemoteHandshakeError):
+    """This engine itself answers at the peer's address."""
 
 
 class RemoteUntrustedError(RemoteHandshakeError):
@@ -68,6 +78,10 @@ class RemoteEngineChangedError(RemoteHandshakeError):
 
 class LocalChannelError(ReshardError):
     """This engine's own side channel cannot be opened."""
+
+
+class LocalLimitError(ReshardError):
+    """This process has no file descriptor, thread or place left for what is asked of it."""
 
 
 class ConnectorThreadError(RuntimeError):

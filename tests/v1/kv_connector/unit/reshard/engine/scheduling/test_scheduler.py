@@ -214,6 +214,16 @@ def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces)
         owner.shutdown()
 
 
+def test_host_in_brackets_is_told_without_them(monkeypatch, caplog_vllm):
+    """As URLs write it; and one by which nobody else comes here is warned of when it starts."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "[fd00::1]")
+    assert scheduler().side_channel_host == "fd00::1"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" not in caplog_vllm.text
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "[::1]")
+    assert scheduler().side_channel_host == "::1"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST is '::1'" in caplog_vllm.text
+
+
 @pytest.mark.parametrize(
     ("engine", "layout"),
     [
@@ -558,3 +568,25 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     assert owner.has_pending_push_work() and not given_back
     report(finished_recving={"d-a"})
     assert not owner.has_pending_push_work() and sorted(given_back) == ["first", "second"]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_engine_that_nobody_names_says_so_once(role, caplog_vllm):
+    """A router that passes nothing on looks well: all is computed at the decode engine."""
+    line = "None of the first 100 requests had kv_transfer_params"
+    owner = scheduler(role=role)
+    for number in range(250):
+        owner.on_new_request(request(None, request_id=f"d-{number}"))
+        assert caplog_vllm.text.count(line) == (number >= 99)
+    assert owner.take_stats().data["requests"] == ["no"] * 250
+
+
+@pytest.mark.parametrize("params", [PARAMS, {"do_remote_decode": True}])
+def test_engine_that_is_named_says_nothing(params, caplog_vllm):
+    """One request is enough, and each is counted for what it was."""
+    owner = scheduler()
+    owner.on_new_request(request(params, request_id="d-a"))
+    for number in range(150):
+        owner.on_new_request(request({"unknown": 1}, request_id=f"d-{number}"))
+    assert "None of the first" not in caplog_vllm.text
+    assert owner.take_stats().data["requests"] == ["yes"] + ["no"] * 150

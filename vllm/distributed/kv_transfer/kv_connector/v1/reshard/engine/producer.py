@@ -6,6 +6,7 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from vllm.logger import init_logger
@@ -24,6 +25,9 @@ from .stats import ReshardStats
 from .traces import PREFIX, Trace, trace_of_offer
 
 logger = init_logger(__name__)
+
+_FIRST_OFFERS = 20
+"""Offers after which a producer says that none of them was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class ProducerSide:
         self._held_blocks = 0
         self._counted_blocks = 0
         self._num_offers = 0
+        # Offers that have expired, as long as none was read.
+        self._num_unread = 0.0
         # Requests no longer held and not reported yet, each with its last reader; empty if there
         # was none, or if it was done before the offer.
         self._gone: dict[RequestId, str] = {}
@@ -155,6 +161,15 @@ class ProducerSide:
         for request_id, reader in self._gone.items():
             self._end(request_id, HeldState.RELEASED, now_s, reader)
         expiries = self._ledger.expire(now_s)
+        # Once one was read or this was told, the number is below any other.
+        self._num_unread = -math.inf if self._gone else self._num_unread + len(expiries)
+        if self._num_unread >= _FIRST_OFFERS:
+            self._num_unread = -math.inf
+            logger.warning(
+                "None of the first %d requests that were held was read: have the router pass on "
+                "this engine's kv_transfer_params, and see the decode engine's log.",
+                _FIRST_OFFERS,
+            )
         self._gone |= {expiry.request_id: "" for expiry in expiries}
         for expiry in expiries:
             self._stats.record_kv_expired_req()

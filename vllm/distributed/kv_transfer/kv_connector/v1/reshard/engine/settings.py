@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from ..errors import LocalLayoutError
 from ..memory.strategy import StagingPolicy
-from ..protocol.quoting import one_line
-from ..protocol.trust import TrustedPeers
+from ..protocol.quoting import one_line, quote
+from ..protocol.trust import TrustedPeers, is_own
 from ..transport.agent import THREAD_REST_US, can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
 from ..transport.cpu import PROGRESS_REST_US
@@ -206,13 +206,24 @@ def read_settings(config: KVTransferConfig) -> Settings:
     return settings
 
 
-def remarks(config: KVTransferConfig, settings: Settings) -> list[str]:
-    """Return remarks on options that have no effect, or another than in upstream's connector."""
+def remarks(config: KVTransferConfig, settings: Settings, host: str) -> list[str]:
+    """Return remarks on options that do not do what one may expect.
+
+    Args:
+        config: The engine's configuration.
+        settings: Its options.
+        host: Its `VLLM_NIXL_SIDE_CHANNEL_HOST`.
+    """
     known = set(Settings.__struct_encode_fields__)
     found = [
         f"kv_connector_extra_config names {name!r}, which this connector does not know"
         for name in sorted(map(str, set(config.kv_connector_extra_config) - known))
     ]
+    if is_own(host) and (config.is_kv_producer or settings.bidirectional_kv_xfer):
+        found.append(
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {quote(host)!r}, by which other machines reach "
+            "themselves: set it to this machine's address, unless all engines run here"
+        )
     if config.enable_permute_local_kv:
         found.append(
             "enable_permute_local_kv is not needed: blocks are read from and into both orders of "

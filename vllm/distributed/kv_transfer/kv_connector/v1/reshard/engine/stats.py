@@ -19,10 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
 
 from ..errors import (
     LocalLayoutError,
+    LocalLimitError,
     RemoteEngineChangedError,
     RemoteHandshakeError,
     RemoteIncompatibleError,
     RemoteLayoutError,
+    RemoteMisdirectedError,
     RemoteRefusedError,
     RemoteUnreachableError,
     RemoteUntrustedError,
@@ -41,6 +43,12 @@ class HandshakeFailure(str, Enum):
 
     UNREACHABLE = "unreachable"
     """It does not answer, and is asked again by itself. Look at it and at the network."""
+
+    LIMIT = "limit"
+    """This process has no more file descriptors or threads to ask with. Raise its limits."""
+
+    MISDIRECTED = "misdirected"
+    """The address leads back to this engine: set `VLLM_NIXL_SIDE_CHANNEL_HOST` at the other one."""
 
     UNTRUSTED = "untrusted"
     """A request named a host whose address is not in `trusted_peers`."""
@@ -103,9 +111,21 @@ class ReadFailure(str, Enum):
     """An unexpected exception was raised: report its traceback, which is in the log."""
 
 
+class RequestParameters(str, Enum):
+    """Whether a request concerns another engine, too."""
+
+    YES = "yes"
+    """It was to be read from another engine, or held for one."""
+
+    NO = "no"
+    """It had no `kv_transfer_params`, or none that ask for either: it is computed here alone."""
+
+
 # The order matters: the first matching type counts.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
+    (LocalLimitError, HandshakeFailure.LIMIT),
+    (RemoteMisdirectedError, HandshakeFailure.MISDIRECTED),
     (RemoteUntrustedError, HandshakeFailure.UNTRUSTED),
     (RemoteRefusedError, HandshakeFailure.REFUSED),
     (RemoteIncompatibleError, HandshakeFailure.INCOMPATIBLE),
@@ -115,6 +135,13 @@ _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (LocalLayoutError, HandshakeFailure.LAYOUT),
     (TransferError, HandshakeFailure.TRANSFER),
 )
+
+_FAILED_TRANSFERS = {"transfer", "copy", "deadline", "unforeseen"} | (
+    # Later releases count a handshake that fails, and not the requests that wait for it.
+    set() if UPSTREAM_COUNTS_ALL_FAILURES else {"handshake"}
+)
+"""What upstream's metrics count as failed transfers. They have counts of their own for leases that
+run out, and none for what upstream's connector does not check."""
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -141,6 +168,7 @@ class ReshardStats(NixlKVConnectorStats):
         prefetched_bytes       bytes read before their requests were offered; one sum per report
         handshake_failures     a `HandshakeFailure` for each failed handshake
         read_failures          a `ReadFailure` for each request that could not be read
+        requests               a `RequestParameters` for each new request
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
         notifications_sent     number of notifications; one sum per report
         held_blocks            number of blocks held for other engines; the latest value
@@ -200,9 +228,15 @@ class ReshardStats(NixlKVConnectorStats):
             self.record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
+    def record_request(self, *, has_params: bool) -> None:
+        """Record a new request."""
+        kind = RequestParameters.YES if has_params else RequestParameters.NO
+        self.data["requests"].append(kind.value)
+
     def record_failed_read(self, failure: ReadFailure) -> None:
-        """Record a request that could not be read."""
-        self.record_failed_transfer()
+        """Record a request that could not be read; among upstream's counts as upstream does."""
+        if failure.value in _FAILED_TRANSFERS:
+            self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
 
     def record_notification(self) -> None:
@@ -355,6 +389,13 @@ _METRICS = {
         "Requests whose blocks could not be read, counted by each worker that could not.",
         "reason",
         ReadFailure,
+    ),
+    "requests": _Metric(
+        Counter,
+        "vllm:nixl_requests",
+        "New requests, by whether their parameters name another engine, or ask to be held for one.",
+        "parameters",
+        RequestParameters,
     ),
     "read_seconds": _Metric(
         Histogram,

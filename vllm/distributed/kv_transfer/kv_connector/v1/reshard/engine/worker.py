@@ -319,6 +319,7 @@ class ReshardWorker:
             key=self._key,
             trusted=self._settings.trusted(),
             probe=self._make_probe(),
+            own_id=self._engine_id,
         )
 
     def _make_probe(self) -> MetadataProbe | None:

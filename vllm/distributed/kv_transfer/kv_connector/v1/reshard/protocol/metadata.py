@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import (
+    INSTALL_THERE,
     MEET_UPSTREAMS,
     LocalLayoutError,
     RemoteHandshakeError,
@@ -264,7 +265,7 @@ def _check_greeting(greeting: _Greeting) -> None:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(
                 "the peer runs upstream's NixlConnector, but this engine runs "
-                f"{SPOKEN}: {MEET_UPSTREAMS}"
+                f"{SPOKEN}: {INSTALL_THERE}"
             )
         raise RemoteIncompatibleError(
             f"the peer runs connector {quote(greeting.connector)}, but this engine runs "

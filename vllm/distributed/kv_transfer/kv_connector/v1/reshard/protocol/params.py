@@ -172,6 +172,10 @@ def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
     try:
         source = msgspec.convert(params, RemoteBlocks)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
+        if params.get("remote_host") == "":
+            return (
+                "its remote_host is empty: set VLLM_NIXL_SIDE_CHANNEL_HOST where it was prefilled"
+            )
         # The last one: half a surrogate pair where something else is expected.
         return malformed(str(error))
     return check_host(source.remote_host, trusted)

@@ -60,7 +60,8 @@ class TrustedPeers:
 
 
 def numeric(host: str) -> Address | None:
-    """Return a host's numeric address; None if it is a name or not a host."""
+    """Return a host's numeric address, also in brackets; None if it is a name or not a host."""
+    host = without_brackets(host)
     _, percent, zone = host.partition("%")
     if percent and not _ZONE.fullmatch(zone):
         return None
@@ -68,3 +69,14 @@ def numeric(host: str) -> Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
+
+
+def without_brackets(host: str) -> str:
+    """Return an IPv6 address without the brackets that it has in URLs; other hosts as they are."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def is_own(host: str) -> bool:
+    """Return whether every machine takes this host for itself: loopback, unspecified or empty."""
+    address = numeric("127.0.0.1" if host.lower() in ("", "localhost") else host)
+    return address is not None and (address.is_loopback or address.is_unspecified)

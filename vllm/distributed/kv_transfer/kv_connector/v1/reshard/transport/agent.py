@@ -13,6 +13,8 @@ is done, and there is no way to forget a peer that is still being read from: its
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +34,17 @@ from .cpu import running_on
 logger = init_logger(__name__)
 
 _LOCAL = "NIXL_INIT_AGENT"
+
+CHECK_BACKENDS = (
+    "see what UCX or libfabric says in the lines before, correct UCX_TLS, UCX_NET_DEVICES or "
+    "backends, and raise the limit of open files (ulimit -n) if there are too few"
+)
+_LOCKED_MEMORY = "raise the limit of locked memory (ulimit -l), and see the lines before of UCX"
+_COMPARE = "compare backends, UCX_TLS and the versions of nixl of both engines"
+LOOK_THERE = (
+    "see that its engine runs and its data ports can be reached; the next request connects anew"
+)
+_LEFT = "nothing need be done, as it goes with the agent"
 
 _MAKING = threading.Lock()
 """Held while an agent is made, because some of what that sets applies to the whole process."""
@@ -102,7 +115,7 @@ class NixlAgent:
             the calling thread may.
 
     Raises:
-        LocalLayoutError: NIXL is not installed.
+        LocalLayoutError: NIXL is not installed, or cannot open a backend.
     """
 
     def __init__(
@@ -129,8 +142,10 @@ class NixlAgent:
             backends=self._backends,
             capture_telemetry=True,
         )
-        with _MAKING, progress_delay(progress_delay_us), running_on(cores):
+        opening = _remedied("NIXL cannot open its backends", CHECK_BACKENDS, LocalLayoutError)
+        with opening, _MAKING, progress_delay(progress_delay_us), running_on(cores):
             self._agent = NixlWrapper(name, config)
+        require_backends(backends, self._agent.get_plugin_list())
         self._cores = cores
         self._registered: list[Any] = []
         self._lists: set[Prepared] = set()
@@ -149,16 +164,26 @@ class NixlAgent:
         Args:
             regions: Address, size in bytes and device id of each region.
             memory: Kind of memory of the regions; None for the KV cache's.
+
+        Raises:
+            LocalLayoutError: It cannot be registered.
         """
-        descriptors = self._agent.get_reg_descs(
-            [(*region, "") for region in regions], memory or self._memory
-        )
-        self._agent.register_memory(descriptors, backends=self._backends)
+        with _remedied("NIXL cannot register memory", _LOCKED_MEMORY, LocalLayoutError):
+            descriptors = self._agent.get_reg_descs(
+                [(*region, "") for region in regions], memory or self._memory
+            )
+            self._agent.register_memory(descriptors, backends=self._backends)
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """Return what a peer needs to `connect`; complete once all memory is registered."""
-        return bytes(self._agent.get_agent_metadata())
+        """Return what a peer needs to `connect`; complete once all memory is registered.
+
+        Raises:
+            LocalLayoutError: NIXL does not tell.
+        """
+        with _remedied("NIXL does not describe its agent", CHECK_BACKENDS, LocalLayoutError):
+            metadata = self._agent.get_agent_metadata()
+        return bytes(metadata)
 
     def connect(self, metadata: bytes) -> str:
         """Connect a peer; return its name.
@@ -169,15 +194,10 @@ class NixlAgent:
         Raises:
             TransferError: The metadata does not describe an agent that this one can reach.
         """
-        try:
-            # NIXL may yield in a loop until the peer has answered. If two workers that share a core
-            # do so, neither lets the other's threads run.
-            with running_on(self._cores):
-                peer = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise TransferError(
-                f"NIXL does not accept a peer's metadata: {one_line(error)}"
-            ) from error
+        # NIXL may yield in a loop until the peer has answered. If two workers that share a core do
+        # so, neither lets the other's threads run.
+        with _remedied("NIXL does not accept a peer's metadata", _COMPARE), running_on(self._cores):
+            peer = self._agent.add_remote_agent(metadata)
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
     def disconnect(self, peer: str) -> None:
@@ -185,7 +205,7 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
-            logger.warning("NIXL cannot forget %s: %s", quote(peer), one_line(error))
+            logger.warning("NIXL cannot forget %s: %s: %s", quote(peer), one_line(error), _LEFT)
 
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None
@@ -200,13 +220,11 @@ class NixlAgent:
         Raises:
             TransferError: The memory is not registered, or the peer is not connected.
         """
-        try:
+        whose = "this worker's" if peer is None else f"{quote(peer)}'s"
+        with _remedied(
+            f"NIXL cannot prepare {len(rows)} rows of {one_line(whose)} memory", _COMPARE
+        ):
             handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, memory or self._memory)
-        except Exception as error:
-            raise TransferError(
-                f"NIXL cannot prepare {len(rows)} rows of {one_line(_whose(peer))} memory: "
-                f"{one_line(error)}"
-            ) from error
         prepared = Prepared(peer, handle)
         self._lists.add(prepared)
         return prepared
@@ -236,24 +254,17 @@ class NixlAgent:
             TransferError: NIXL refused it before.
         """
         assert local.peer is None and remote.peer is not None
-        try:
+        what = f"NIXL cannot read {len(local_indices)} descriptors from {quote(remote.peer)}"
+        with _remedied(what, LOOK_THERE):
             handle = self._agent.make_prepped_xfer(
                 "READ", local.handle, local_indices, remote.handle, remote_indices
             )
-        except Exception as error:
-            raise TransferError(
-                f"{one_line(_cannot_read(local_indices, remote))}: {one_line(error)}"
-            ) from error
         transfer = Transfer(remote.peer, handle)
         self._reads.add(transfer)
-        try:
+        with _remedied(what, LOOK_THERE, InDoubtError):
             state = self._agent.transfer(handle)
-        except Exception as error:
-            raise InDoubtError(
-                f"{one_line(_cannot_read(local_indices, remote))}: {one_line(error)}"
-            ) from error
         if state == "ERR":
-            raise InDoubtError(_cannot_read(local_indices, remote))
+            raise InDoubtError(f"{one_line(what)}: {LOOK_THERE}")
         transfer.ended_at_once = state == "DONE"
         return transfer
 
@@ -290,10 +301,8 @@ class NixlAgent:
         Raises:
             TransferError: The peer cannot be reached.
         """
-        try:
+        with _remedied(f"NIXL cannot notify {quote(peer)}", LOOK_THERE):
             self._agent.send_notif(peer, notif_msg=message)
-        except Exception as error:
-            raise TransferError(f"NIXL cannot notify {quote(peer)}: {one_line(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return messages that arrived since the last call, each with its sender's name."""
@@ -301,7 +310,9 @@ class NixlAgent:
             arrived = self._agent.get_new_notifs()
         except Exception as error:
             # Nothing that a peer sends may end this engine.
-            logger.warning("NIXL cannot tell what notifications arrived: %s", one_line(error))
+            logger.warning(
+                "NIXL cannot tell what notifications arrived: %s: %s", one_line(error), _LEFT
+            )
             return []
         return [(peer, message) for peer, messages in arrived.items() for message in messages]
 
@@ -324,7 +335,7 @@ class NixlAgent:
             try:
                 self._agent.deregister_memory(descriptors)
             except Exception as error:
-                logger.warning("NIXL cannot deregister memory: %s", one_line(error))
+                logger.warning("NIXL cannot deregister memory: %s: %s", one_line(error), _LEFT)
         self._registered.clear()
         self._agent = None
 
@@ -336,7 +347,7 @@ class NixlAgent:
         try:
             function(handle)
         except Exception as error:
-            logger.warning("NIXL cannot release %s: %s", one_line(what), one_line(error))
+            logger.warning("NIXL cannot release %s: %s: %s", one_line(what), one_line(error), _LEFT)
 
 
 THREAD_REST_US = 100
@@ -360,12 +371,54 @@ def can_be_polled(backends: Sequence[str]) -> bool:
     return list(backends) == ["UCX"]
 
 
-def _cannot_read(local_indices: Indices, remote: Prepared) -> str:
-    return f"NIXL cannot read {len(local_indices)} descriptors from {quote(remote.peer)}"
+def require_backends(backends: Sequence[str], known: Sequence[str]) -> None:
+    """Check that NIXL has backends of these names.
+
+    Raises:
+        LocalLayoutError: It has not.
+    """
+    if unknown := [quote(name) for name in backends if name not in known]:
+        raise LocalLayoutError(
+            f"backends names {one_line(', '.join(unknown))}, but NIXL here has "
+            f"{one_line(', '.join(sorted(known)))}: correct it"
+        )
 
 
-def _whose(peer: str | None) -> str:
-    return "this worker's" if peer is None else f"{quote(peer)}'s"
+_TRIAL = """
+import signal, sys
+signal.alarm(60)
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("trial", nixl_agent_config(backends=[]))
+print("known:", *agent.get_plugin_list(), flush=True)
+for name in sys.argv[1:]:
+    agent.create_backend(name)
+"""
+
+
+def try_backends(backends: Sequence[str]) -> str | None:
+    """Open backends in a process of its own; return what NIXL and UCX say that is wrong, if so.
+
+    Raises:
+        LocalLayoutError: NIXL does not have one of them.
+    """
+    command = [sys.executable, "-c", _TRIAL, *backends]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if known := re.search(r"^known: (.*)", said, re.MULTILINE):
+        require_backends(backends, known[1].split())
+    if not done.returncode and "is not available" not in said:
+        return None
+    pattern = r"(?:UCX +(?:WARN|ERROR) +|^E\d.*?\] |^[\w.]*Error: )(.+)"
+    return "; ".join(re.findall(pattern, said, re.MULTILINE)) or "it says nothing"
+
+
+@contextmanager
+def _remedied(what: str, remedy: str, kind: type[Exception] = TransferError) -> Iterator[None]:
+    """Have an error within this context say what NIXL cannot do, and what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{one_line(what)}: {one_line(error)}: {one_line(remedy)}") from error
 
 
 @contextmanager

@@ -88,7 +88,8 @@ def listen_to(
 def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers hear of what is offered with the next step only, as nothing can be announced to "
-        "them at %s (%s): decode engines may wait for that step.",
+        "them at %s (%s): decode engines may wait for that step. See that this address is this "
+        "machine's, and raise the limit of open files (ulimit -n).",
         quote(host),
         one_line(error),
     )

@@ -114,7 +114,8 @@ def open_ringer(
 def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers cannot wake their scheduler at %s (%s): while it waits for transfers alone, it "
-        "takes a step each millisecond.",
+        "takes a step each millisecond. See that this address is this machine's, and raise the "
+        "limit of open files (ulimit -n).",
         quote(host),
         one_line(error),
     )

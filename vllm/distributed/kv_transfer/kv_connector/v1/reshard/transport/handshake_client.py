@@ -29,16 +29,19 @@ import zmq.asyncio
 from vllm.logger import init_logger
 
 from ..errors import (
+    LocalLimitError,
     RemoteEngineChangedError,
     RemoteHandshakeError,
+    RemoteMisdirectedError,
     RemoteUnreachableError,
+    ReshardError,
 )
 from ..protocol.bounds import MAX_RANKS, ReplyBounds
 from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_REQUEST, decode_reply
 from ..protocol.quoting import one_line, quote
-from ..protocol.trust import TrustedPeers
+from ..protocol.trust import TrustedPeers, is_own
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
 from .probe import MAX_AT_ONCE, MetadataProbe
@@ -129,22 +132,38 @@ class _Handshake:
         address: Side channel to ask, and the engine that should answer.
         required: Factors that must be equal at both engines; None to accept any.
         stage: Furthest stage reached with any of the host's addresses.
-        num_left: Number of addresses that have not refused.
+        num_left: Number of addresses that may still give the answer.
+        fault: Why the answer of one of them cannot be used; None without such a one.
     """
 
     address: RemoteEngineAddress
     required: Mapping[str, str] | None
     stage: _Stage = _Stage.NAME
     num_left: int = 0
+    fault: Exception | None = None
 
     def reach(self, stage: _Stage) -> None:
         """Record a stage; never goes back to an earlier one."""
         self.stage = max(self.stage, stage)
 
-    def error(self, error: RemoteHandshakeError) -> RemoteHandshakeError:
+    def give_up(self, fault: Exception) -> None:
+        """Record that an address is of no use: a name may have those of several engines.
+
+        Raises:
+            Exception: It was the last one.
+        """
+        self.num_left -= 1
+        if not isinstance(fault, RemoteUnreachableError):
+            self.fault = fault
+        if not self.num_left:
+            raise self.fault or fault
+
+    def error(self, error: ReshardError) -> ReshardError:
         """Return an error with the asked engine's address in its message."""
         address = self.address
         message = f"side channel {quote(address.host)}:{address.port}: {error}"
+        if isinstance(error, RemoteUnreachableError) and is_own(address.host):
+            message += "; that host is this machine itself: give an engine elsewhere another one"
         if isinstance(error, RemoteEngineChangedError):
             return RemoteEngineChangedError(message, error.found)
         return type(error)(message)
@@ -164,6 +183,7 @@ class HandshakeClient:
         probe: Tries NIXL metadata of unknown origin; None to accept it untried. The client closes
             it.
         timeout_s: How long a handshake may take, from the call to its end.
+        own_id: Id of this engine, which an address may lead back to.
     """
 
     def __init__(
@@ -175,7 +195,9 @@ class HandshakeClient:
         trusted: TrustedPeers | None = None,
         probe: MetadataProbe | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        own_id: str = "",
     ) -> None:
+        self._own_id = own_id
         self._bounds = bounds
         self._question = msgspec.msgpack.encode((OUR_REQUEST, *numbers))
         self._key = key
@@ -218,12 +240,14 @@ class HandshakeClient:
             these errors:
 
                 RemoteUnreachableError     nothing answered in time, or there is no such host
+                RemoteMisdirectedError     this engine itself answers there
                 RemoteUntrustedError       the host is not where hosts may be
                 RemoteIncompatibleError    another connector or version, or factors differ
                 RemoteRefusedError         the peer declined
                 RemoteEngineChangedError   another engine answers there
                 RemoteHandshakeError       the answer is malformed, out of bounds, contradicts
                                            itself, or ends a process that loads its NIXL metadata
+                LocalLimitError            this process has no more descriptors, threads or places
 
             Cancelling it cancels the handshake; `close` cancels all that are under way.
 
@@ -241,12 +265,8 @@ class HandshakeClient:
                 shaking = self._shake_hands(handshake, deadline_s)
                 future = asyncio.run_coroutine_threadsafe(shaking, loop)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
-                reason = (
-                    f"not asked ({one_line(error)}): see who names so many hosts, and raise this "
-                    "process's limits of threads and open files"
-                )
                 future = Future()
-                future.set_exception(handshake.error(RemoteUnreachableError(reason)))
+                future.set_exception(handshake.error(_typed(error)))
             self._pending[future] = handshake
         future.add_done_callback(lambda future: self._pending.pop(future, None))
         return future
@@ -321,7 +341,7 @@ class HandshakeClient:
                 else:
                     with suppress(InvalidStateError):
                         # Its caller may cancel it at this moment.
-                        future.set_exception(handshake.error(_broken_off(breakdown)))
+                        future.set_exception(handshake.error(_typed(breakdown)))
 
     async def _end_tasks(self) -> None:
         """End all tasks of the loop, those about to start included."""
@@ -337,20 +357,14 @@ class HandshakeClient:
             return await asyncio.wait_for(self._find_and_ask(handshake), timeout_s)
         except asyncio.TimeoutError:
             missing = _MISSING[handshake.stage].format(f"{self._timeout_s:g}")
-            error: RemoteHandshakeError = RemoteUnreachableError(missing)
+            fault: Exception = handshake.fault or RemoteUnreachableError(missing)
         except asyncio.CancelledError:
             if self._breakdown is None:
                 raise
-            error = _broken_off(self._breakdown)
-        except (OSError, zmq.ZMQError) as fault:
-            error = _broken_off(fault)
-        except ProtocolError as fault:
-            error = RemoteHandshakeError(
-                f"{one_line(fault)}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
-            )
-        except RemoteHandshakeError as fault:
-            error = fault
-        raise handshake.error(error)
+            fault = self._breakdown
+        except (OSError, zmq.ZMQError, ProtocolError, ReshardError) as error:
+            fault = error
+        raise handshake.error(_typed(fault))
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
         """Ask a host's addresses, each a little later than the last, and take the first answer."""
@@ -394,17 +408,18 @@ class HandshakeClient:
                 except ConnectionRefusedError:
                     num_refusals += 1
                     if num_refusals == _REFUSALS:
-                        handshake.num_left -= 1
-                        if not handshake.num_left:
-                            raise RemoteUnreachableError(_REFUSED) from None
+                        handshake.give_up(RemoteUnreachableError(_REFUSED))
                         break
                 except OSError as error:
                     # Other faults may be gone at the next try.
                     if error.errno in (errno.EMFILE, errno.ENFILE, socket.EAI_NONAME):
                         raise
+                except (ProtocolError, RemoteHandshakeError) as fault:
+                    handshake.give_up(fault)
+                    break
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
-        # It refused: leave the result to the other addresses.
+        # Leave the result to the other addresses.
         return await asyncio.Future()
 
     async def _connect_and_ask(self, address: str, handshake: _Handshake) -> Answer:
@@ -432,6 +447,11 @@ class HandshakeClient:
                 frames = await first_of(self._exchange(client, handshake), passing)
         reply = decode_reply(frames, handshake.required, self._bounds)
         engine_id, expected = reply.workers[0].engine_id, handshake.address.engine_id
+        if engine_id == self._own_id != expected:
+            raise RemoteMisdirectedError(
+                f"this engine itself answers, not {quote(expected)}: set that one's "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to an address by which this machine reaches it"
+            )
         if engine_id != expected:
             raise RemoteEngineChangedError(
                 f"engine {quote(engine_id)} answers, not {quote(expected)}: the peer was restarted "
@@ -455,7 +475,20 @@ class HandshakeClient:
         return await client.recv_multipart()
 
 
-def _broken_off(fault: Exception) -> RemoteUnreachableError:
+def _typed(fault: Exception) -> ReshardError:
+    """Return what a fault of a handshake means, with its remedy."""
+    if isinstance(fault, ReshardError):
+        return fault
+    if isinstance(fault, ProtocolError):
+        return RemoteHandshakeError(
+            f"{one_line(fault)}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
+        )
+    is_limit = getattr(fault, "errno", None) in (errno.EMFILE, errno.ENFILE)
+    if is_limit or isinstance(fault, RuntimeError):
+        return LocalLimitError(
+            f"not asked ({one_line(fault)}): see who names so many hosts, and raise this process's "
+            "limits of open files (ulimit -n) and threads"
+        )
     return RemoteUnreachableError(
         f"the exchange broke off ({one_line(fault)}): check that the engine runs"
     )

@@ -48,11 +48,12 @@ class Resolver:
             RemoteUnreachableError: The host has no address, or the port is invalid.
             RemoteUntrustedError: None of its addresses is trusted.
         """
-        found: tuple[str, ...] = (address.host,)
+        own = numeric(address.host)
+        found: tuple[str, ...] = (str(own),)
         try:
             if not 0 < address.port < 1 << 16:
                 raise ValueError("a port is a number from 1 to 65535")
-            if numeric(address.host) is None:
+            if own is None:
                 # Concurrent callers share the lookup; one that is cancelled must not cancel it.
                 found = await asyncio.shield(self._look_up(address.host))
         except (OSError, ValueError, RuntimeError) as error:

@@ -21,8 +21,9 @@ ends when it receives more or fewer numbers than it expects.
     one of ours with other versions only     a refusal with its version
 
 Other programs than engines can reach the address. A relay (`zmtp`) closes connections that do not
-speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; the server counts the rest. With
-a key, only clients that have it get through (`authentication`); failed attempts are counted.
+speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; the server counts these and the
+rest. With a key, only clients that have it get through (`authentication`); failed attempts are
+counted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import zmq.asyncio
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
-from ..errors import MEET_UPSTREAMS, LocalChannelError
+from ..errors import INSTALL_THERE, LocalChannelError
 from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
 from ..protocol.versions import SPOKEN, read_verb
@@ -103,7 +104,8 @@ class ServerCounters:
     Attributes:
         answered: Requests answered with the engine's reply.
         refused: Well-formed requests with another verb or version.
-        dropped: Messages that could not be decoded, or failed, and got no answer.
+        dropped: Messages that could not be decoded, or failed, and got no answer; and connections
+            that do not speak ZeroMQ's protocol, or say more than engines do.
         locked_out: Connection attempts without the key; a client may make many.
         breakdowns: Number of times the server had to open new sockets.
     """
@@ -254,7 +256,7 @@ class HandshakeServer:
                 self._complain(
                     _Complaint.BREAKDOWN,
                     f"it broke down ({one_line(error)}), and is tried again every "
-                    f"{REOPEN_INTERVAL_S:g} s",
+                    f"{REOPEN_INTERVAL_S:g} s: restart this engine where that goes on",
                 )
                 await asyncio.sleep(REOPEN_INTERVAL_S)
 
@@ -276,7 +278,8 @@ class HandshakeServer:
                 self._key.configure_server(router)
                 monitor = router.get_monitor_socket(_LOCKED_OUT)
                 work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
-            work.append(relay_all(listener, router, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S))
+            limits = _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S
+            work.append(relay_all(listener, router, *limits, self._count_stranger))
             await first_of(*work)
         finally:
             context.destroy(linger=0)
@@ -292,6 +295,12 @@ class HandshakeServer:
                 "somebody without this engine's key tried to connect: if that is an engine, give "
                 "it the same side_channel_key_file",
             )
+
+    def _count_stranger(self, what: object) -> None:
+        """Count and log what a port scan, a health check or another program has sent."""
+        self._count(dropped=1)
+        remedy = "harmless from a port scan or a health check; let only engines reach this port"
+        self._complain(_Complaint.STRANGER, f"no engine has asked ({one_line(what)}): {remedy}")
 
     async def _answer_all(self, router: zmq.asyncio.Socket) -> NoReturn:
         """Receive messages, and answer those that are requests.
@@ -315,8 +324,7 @@ class HandshakeServer:
         *envelope, frame = message
         request = _read_request(frame) if envelope == [b""] else None
         if request is None:
-            self._count(dropped=1)
-            self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
+            self._count_stranger(f"a message of {len(frame)} bytes is no request")
             return None
         verb, _, _ = request.verb.partition(b" ")
         theirs = read_verb(verb)
@@ -328,7 +336,7 @@ class HandshakeServer:
         if request.verb == _UPSTREAM_VERB:
             self._complain(
                 _Complaint.UPSTREAM,
-                f"a peer runs upstream's NixlConnector, and this engine does not: {MEET_UPSTREAMS}",
+                f"a peer runs upstream's NixlConnector, and this engine does not: {INSTALL_THERE}",
             )
             clock = [msgspec.msgpack.encode(time.perf_counter())] if request.second_number else []
             return [encode_refusal_for_upstream(), *clock]

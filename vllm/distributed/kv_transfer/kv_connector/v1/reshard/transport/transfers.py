@@ -38,7 +38,7 @@ from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.quoting import one_line, quote
 from ..protocol.tasks import Task, suspended
-from .agent import Transfer, TransferState
+from .agent import LOOK_THERE, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
@@ -399,7 +399,8 @@ class Transfers:
             return False
         if state is TransferState.FAILED:
             # Even if its request has failed: only closing its lane drains it.
-            running.reads.fail(PartError(f"NIXL could not read from {quote(transfer.peer)}"))
+            fault = f"NIXL could not read from {quote(transfer.peer)}: {LOOK_THERE}"
+            running.reads.fail(PartError(fault))
             self.broken.append(connection)
             self._in_doubt.append(running)
             return True

@@ -22,7 +22,7 @@ import socket
 import struct
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -131,6 +131,7 @@ async def relay_all(
     allowance: Allowance,
     max_connections: int,
     max_age_s: float,
+    on_stranger: Callable[[ProtocolError], object] = lambda _: None,
 ) -> NoReturn:
     """Relay each incoming TCP connection to a ZeroMQ socket, until cancelled.
 
@@ -141,8 +142,19 @@ async def relay_all(
         max_connections: Maximum open connections. A further one closes the oldest of the address
             that has most of them.
         max_age_s: Maximum lifetime of a connection, in seconds.
+        on_stranger: Called with the fault of a connection that is no engine's.
     """
     relays: dict[asyncio.Task[None], str] = {}
+
+    async def relay_one(peer: socket.socket) -> None:
+        # Any such error concerns only this connection's peer.
+        with peer, suppress(OSError, asyncio.TimeoutError):
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                await asyncio.wait_for(_relay_engine(peer, zmq_socket, allowance), max_age_s)
+            except ProtocolError as fault:
+                on_stranger(fault)
+
     listener.setblocking(False)
     try:
         while True:
@@ -157,23 +169,13 @@ async def relay_all(
                 oldest = next(task for task, address in relays.items() if address == crowd)
                 oldest.cancel()
                 await asyncio.wait([oldest])
-            task = asyncio.create_task(_relay_one(peer, zmq_socket, allowance, max_age_s))
+            task = asyncio.create_task(relay_one(peer))
             relays[task] = place[0]
             task.add_done_callback(relays.pop)
             # While more wait to be accepted, nothing else would be done.
             await asyncio.sleep(0)
     finally:
         await cancel_all(list(relays))
-
-
-async def _relay_one(
-    peer: socket.socket, zmq_socket: zmq.Socket[Any], allowance: Allowance, max_age_s: float
-) -> None:
-    """Relay one connection until it ends."""
-    # Any such error concerns only this connection's peer.
-    with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.wait_for(_relay_engine(peer, zmq_socket, allowance), max_age_s)
 
 
 async def _relay_engine(
@@ -183,7 +185,10 @@ async def _relay_engine(
 
     Until then ZeroMQ has no part in it, so that a stranger who only connects costs little.
     """
-    begun = await _receive_exactly(peer, _SIGNATURE_BYTES)
+    try:
+        begun = await _receive_exactly(peer, _SIGNATURE_BYTES)
+    except ConnectionResetError as error:
+        raise ProtocolError("it was closed before it began as ZeroMQ does") from error
     await relay(peer, zmq_socket, allowance, begun)
 
 

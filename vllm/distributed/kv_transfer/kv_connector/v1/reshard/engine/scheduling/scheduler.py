@@ -8,6 +8,7 @@ tokens are read, given up and offered, is decided by the other modules of this f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,6 +35,7 @@ from ...protocol.params import (
     write_secret,
 )
 from ...protocol.quoting import one_line, quote
+from ...protocol.trust import without_brackets
 from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
@@ -70,6 +72,10 @@ _ASK_UCX = " With UCX_LOG_LEVEL=info, UCX logs the transports that it takes when
 """NIXL 1.5.1 does not tell them. On a prefill engine, too, UCX prints them in each worker's log."""
 
 
+_FIRST_REQUESTS = 100
+"""Requests after which an engine says that none of them had parameters."""
+
+
 class ReshardScheduler(NixlConnectorScheduler):
     """The part of the connector that vLLM's scheduler calls. Belongs to the scheduler's thread.
 
@@ -84,13 +90,14 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         assert vllm_config.kv_transfer_config is not None
         settings = read_settings(vllm_config.kv_transfer_config)
-        for remark in remarks(vllm_config.kv_transfer_config, settings):
-            logger.warning("%s.", one_line(remark))
         self._settings = settings
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         self._dispatches_early = settings.early_dispatch
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.side_channel_host: str = without_brackets(self.side_channel_host)
+        for remark in remarks(vllm_config.kv_transfer_config, settings, self.side_channel_host):
+            logger.warning("%s.", one_line(remark))
         parallel_config = vllm_config.parallel_config
         # True if steps are scheduled before the output of earlier ones is known.
         self._is_ahead = (
@@ -120,6 +127,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
         self._stats = ReshardStats()
+        # Requests without parameters before the first one with them; then less than any number.
+        self._num_without = 0.0
         self._reads = ReadBook(self._stats.record_blocks_in_doubt)
         self._idling = Idling()
         self.first_tokens = open_first_tokens(
@@ -231,6 +240,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
             )
         made_up = is_made_up(request)
+        self._count_request(has_params=is_disaggregated(params))
         if params and request.request_id in self._reads and not made_up:
             # Even with malformed parameters: this id stands for blocks that are still written into.
             params = without_source(params)
@@ -259,6 +269,18 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self._board_updates.add(
                     request.request_id, prefill_name(request.request_id, params)
                 )
+
+    def _count_request(self, *, has_params: bool) -> None:
+        """Count a new request; say once if none of the first ones concerns another engine."""
+        self._stats.record_request(has_params=has_params)
+        self._num_without = -math.inf if has_params else self._num_without + 1
+        if self._num_without == _FIRST_REQUESTS:
+            logger.warning(
+                "None of the first %d requests had kv_transfer_params: have a router send each to "
+                "a prefill engine first, with do_remote_decode, and then to a decode engine, with "
+                "the kv_transfer_params of that answer.",
+                _FIRST_REQUESTS,
+            )
 
     # Upstream's scheduler returns an int; the connector's interface also allows None, after which
     # vLLM asks again in the next step.
