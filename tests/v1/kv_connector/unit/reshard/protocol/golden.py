@@ -83,9 +83,10 @@ FACTORS = {
         "draft_kv_cache_dtype",
         "draft_lookahead",
         "parallel_drafting",
+        "weights",
     )
 }
-"""All that an engine says in version 5. Another one wants another version."""
+"""All that an engine says in version 6. Another one wants another version."""
 
 OFFER: OfferFingerprint = fingerprint(
     range(7, 47),

@@ -114,6 +114,11 @@ _MISSING = {
 }
 """Error message of a handshake that timed out, by the stage it had reached."""
 
+_WEIGHTS_UNKNOWN = (
+    " Its weights are not compared with this engine's: an older build, dummy weights and some "
+    "loaders do not tell theirs."
+)
+
 _REFUSED = (
     "nothing listens there (connection refused), so that the engine has ended or listens "
     "elsewhere: check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through "
@@ -440,11 +445,12 @@ class HandshakeClient:
                 engine_id,
             )
         logger.info(
-            "Engine %s runs vLLM %s, and speaks %s/%d.",
+            "Engine %s runs vLLM %s, and speaks %s/%d.%s",
             quote(engine_id),
             quote(reply.release),
             CONNECTOR_NAME,
             reply.version,
+            "" if reply.compares_weights else _WEIGHTS_UNKNOWN,
         )
         return reply.workers
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What identifies the weights under which an engine's KV means something.
+
+Names and paths do not: another checkpoint may lie there under the same one. A digest does that is
+taken of the files' names, their sizes, and samples of their bytes, the same on every machine. Its
+cost is bounded, whatever the files' size; a change that no sample meets is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_HEADER_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 12
+_NUM_SAMPLES = 256
+"""Over all files, but at least one of each."""
+_SAMPLED_FILES = 1 << 10
+"""A checkpoint of 700 GB has some 160."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_OTHER_LOADERS = frozenset({"dummy", "sharded_state", "runai_streamer_sharded", "tensorizer"})
+"""Formats whose weights are no files of the checkpoint, or others for each layout."""
+
+
+def weights_factors(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return what identifies this engine's weights; empty if nothing does.
+
+    A digest of the checkpoint's files, or else the commit that the hub gave. The files are equal
+    however they have come to a machine; commits of equal weights may differ. Quantization while
+    loading makes other weights of the same files.
+    """
+    load, model = vllm_config.load_config, vllm_config.model_config
+    if load.load_format == "dummy":
+        return {}
+    config = model.hf_config
+    is_quantized_here = getattr(config, "quantization_config", None) is None
+    made = (
+        f", quantized to {model.quantization}" if model.quantization and is_quantized_here else ""
+    )
+    if load.load_format not in _OTHER_LOADERS:
+        digest = files_digest(_weight_files(_place(model.model, model.revision, load.download_dir)))
+        if digest is not None:
+            return {"weights": digest + made}
+    commit = getattr(config, "_commit_hash", None)
+    return {} if commit is None else {"weights_commit": f"{commit}{made}"}
+
+
+def files_digest(paths: Iterable[Path]) -> str | None:
+    """Return a digest of some files, of bounded cost; None if there are none, or one is unreadable.
+
+    Args:
+        paths: The files; the names of their folders do not count.
+    """
+    ordered = sorted(paths, key=lambda path: path.name)
+    if not ordered:
+        return None
+    digest = sha256()
+    num_samples = max(_NUM_SAMPLES // len(ordered), 1)
+    try:
+        for number, path in enumerate(ordered):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            if number < _SAMPLED_FILES:
+                with path.open("rb", buffering=0) as file:
+                    digest.update(file.read(_HEADER_BYTES))
+                    for sample in range(1, num_samples + 1):
+                        file.seek(max(size - _SAMPLE_BYTES, 0) * sample // num_samples)
+                        digest.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return None
+    return digest.hexdigest()[:16]
+
+
+def _place(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the folder or file with a model's weights, without asking the hub."""
+    if (place := Path(model)).exists():
+        return place
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(model, "config.json", download_dir, revision)
+    except HFValidationError:
+        return place
+    return Path(config).parent if isinstance(config, str) else place
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Return the files at a place that hold weights, of the first kind that vLLM looks for."""
+    if place.is_file():
+        return [place]
+    try:
+        paths = list(place.iterdir())
+    except OSError:
+        return []
+    for suffix in _WEIGHT_SUFFIXES:
+        if found := [path for path in paths if path.suffix == suffix]:
+            # Some checkpoints have all weights once more in these, and not every copy of them.
+            others = [path for path in found if not path.name.startswith("consolidated")]
+            return others or found
+    return []
