@@ -10,14 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.v1.kv_connector.unit.reshard.engine.configs import config
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.factors import (
     compared_factors,
     compatibility_factors,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
+    BLOCK_HASHES_KNOW_ADAPTERS_PATHS,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.weights import (
+    Adapters,
     files_digest,
     weights_factors,
 )
@@ -155,3 +160,48 @@ def test_a_file_that_cannot_be_read_tells_nothing(tmp_path):
     """It is as if the loader did not tell."""
     assert files_digest([tmp_path / "gone.safetensors"]) is None
     assert files_digest([]) is None
+
+
+class TestAdapters:
+    """LoRA adapters, which vLLM knows by name, number and path."""
+
+    def test_one_adapter_in_two_places(self, checkpoint, tmp_path):
+        """It is one and the same, whatever it is called."""
+        (checkpoint / "adapter_config.json").write_text('{"r": 8}')
+        shutil.copytree(checkpoint, tmp_path / "there")
+        here = Adapters().identify(LoRARequest("sql", 1, str(checkpoint)))
+        there = Adapters().identify(LoRARequest("other", 2, str(tmp_path / "there")))
+        assert here == there and here.digest is not None and here.is_cached_anew
+        (tmp_path / "there" / "adapter_config.json").write_text('{"r": 9}')
+        other = Adapters().identify(LoRARequest("other", 2, str(tmp_path / "there")))
+        assert other.digest != here.digest
+
+    @pytest.mark.parametrize("again", ["in place", "under a new id", "not at all"])
+    def test_files_that_change(self, checkpoint, again):
+        """What vLLM has loaded may be known; that its prefix cache has other KV is not seen."""
+        (checkpoint / "adapter_config.json").write_text('{"r": 8}')
+        path, adapters = str(checkpoint), Adapters()
+        first = adapters.identify(LoRARequest("sql", 1, path))
+        (checkpoint / "adapter_config.json").write_text('{"r": 16}')
+        request = LoRARequest("sql", 1 + (again == "under a new id"), path)
+        request.load_inplace = again == "in place"
+        now = Adapters().identify(request).digest
+        assert now != first.digest
+        wanted = f"{first.digest} or {now}" if again == "not at all" else now
+        assert adapters.identify(request) == (wanted, False)
+        (checkpoint / "adapter_config.json").write_text('{"r": 8}')
+        assert adapters.identify(LoRARequest("sql", 1, path)) == (first.digest, False)
+
+    def test_a_name_at_another_path(self, checkpoint, tmp_path):
+        """Block hashes take the path in, but for 0.22.1's."""
+        (checkpoint / "adapter_config.json").write_text('{"r": 8}')
+        shutil.copytree(checkpoint, tmp_path / "there")
+        (tmp_path / "there" / "adapter_config.json").write_text('{"r": 16}')
+        adapters = Adapters()
+        assert adapters.identify(LoRARequest("sql", 1, str(checkpoint))).is_cached_anew
+        moved = adapters.identify(LoRARequest("sql", 1, str(tmp_path / "there")))
+        assert moved.is_cached_anew == BLOCK_HASHES_KNOW_ADAPTERS_PATHS
+
+    def test_what_is_no_folder(self):
+        """What another loader makes of a name is not known."""
+        assert Adapters().identify(LoRARequest("sql", 1, "nobody/nothing")) == (None, True)

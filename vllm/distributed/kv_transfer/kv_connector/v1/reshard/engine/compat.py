@@ -86,6 +86,12 @@ The request is then over while its new blocks are being computed. The scheduler 
 an output as current; later schedulers recognise it as stale.
 """
 
+BLOCK_HASHES_KNOW_ADAPTERS_PATHS = not _IS_0_22
+"""True if the prefix cache tells adapters of one name apart that lie at two paths; not in 0.22.1.
+
+In no release does it see that the files at a path have changed.
+"""
+
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """True if upstream's statistics count failed handshakes and late notifications; not in 0.22.1."""
 

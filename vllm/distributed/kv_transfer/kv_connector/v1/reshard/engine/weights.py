@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from .compat import BLOCK_HASHES_KNOW_ADAPTERS_PATHS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 _HEADER_BYTES = 1 << 16
 _SAMPLE_BYTES = 1 << 12
@@ -38,16 +41,17 @@ def weights_factors(vllm_config: VllmConfig) -> dict[str, str]:
     load, model = vllm_config.load_config, vllm_config.model_config
     if load.load_format == "dummy":
         return {}
-    config = model.hf_config
-    is_quantized_here = getattr(config, "quantization_config", None) is None
-    made = (
-        f", quantized to {model.quantization}" if model.quantization and is_quantized_here else ""
-    )
+    config = vars(model.hf_config)
+    said = {name for each in (config, vars(model.hf_text_config)) for name in each if each[name]}
+    is_in_files = not said.isdisjoint(("quantization_config", "compression_config"))
+    made = f", quantized to {model.quantization}" if model.quantization and not is_in_files else ""
     if load.load_format not in _OTHER_LOADERS:
-        digest = files_digest(_weight_files(_place(model.model, model.revision, load.download_dir)))
+        digest = files_digest(
+            _weight_files(_place(model.model, "config.json", model.revision, load.download_dir))
+        )
         if digest is not None:
             return {"weights": digest + made}
-    commit = getattr(config, "_commit_hash", None)
+    commit = config.get("_commit_hash")
     return {} if commit is None else {"weights_commit": f"{commit}{made}"}
 
 
@@ -77,15 +81,77 @@ def files_digest(paths: Iterable[Path]) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _place(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the folder or file with a model's weights, without asking the hub."""
+class Adapter(NamedTuple):
+    """What a request's LoRA adapter is.
+
+    Attributes:
+        digest: Digest of its files; None if they are not known.
+        is_cached_anew: False if this engine's prefix cache may hold KV of other files under the
+            same name and path.
+    """
+
+    digest: str | None
+    is_cached_anew: bool
+
+
+class Adapters:
+    """Identifies LoRA adapters by their files. Belongs to the scheduler's thread.
+
+    vLLM reads an adapter's files when it first needs them, and at each use if it was loaded with
+    `load_inplace`; its block hashes take in no more than name and path. So files are looked at when
+    a request arrives. They are read if their sizes or times have changed, after vLLM has read them.
+    """
+
+    def __init__(self) -> None:
+        # By path: sizes and times of the files, and their digest.
+        self._read: dict[str, tuple[list[tuple[str, int, int]], str | None]] = {}
+        # By id and path: the digest when vLLM first needed it.
+        self._loaded: dict[tuple[int, str], str | None] = {}
+        # By what block hashes take in: the only digest that there has been; "" after others.
+        self._only: dict[tuple[str, str], str | None] = {}
+
+    def identify(self, request: LoRARequest) -> Adapter:
+        """Return what the adapter of a request that has just arrived is."""
+        path = request.lora_path
+        digest = now = self._digest(path)
+        loaded = self._loaded.setdefault((request.lora_int_id, path), now)
+        if loaded != now and not request.load_inplace:
+            # It cannot be told whether vLLM has read them anew.
+            digest = f"{loaded} or {now}"
+        hashed = request.lora_name, path if BLOCK_HASHES_KNOW_ADAPTERS_PATHS else ""
+        if self._only.setdefault(hashed, digest) != digest:
+            self._only[hashed] = ""
+        return Adapter(digest, self._only[hashed] != "")
+
+    def _digest(self, path: str) -> str | None:
+        place = _place(str(Path(path).expanduser()), "adapter_config.json", None, None)
+        files = [*_weight_files(place), place / "adapter_config.json"]
+        try:
+            stats = [(file.name, file.stat()) for file in files]
+        except OSError:
+            return None
+        stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        if self._read.get(path, ([], None))[0] != stamps:
+            self._read[path] = stamps, files_digest(files)
+        return self._read[path][1]
+
+
+def _place(model: str, file: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the folder or file with weights, without asking the hub.
+
+    Args:
+        model: Its path, or its name on the hub.
+        file: File that is there.
+        revision: Revision on the hub; None for the main one.
+        download_dir: Where the hub's files lie; None for the usual place.
+    """
     if (place := Path(model)).exists():
         return place
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        config = try_to_load_from_cache(model, "config.json", download_dir, revision)
+        config = try_to_load_from_cache(model, file, download_dir, revision)
     except HFValidationError:
         return place
     return Path(config).parent if isinstance(config, str) else place

@@ -25,9 +25,11 @@ from ...protocol.messages import Receive, RemoteRequest
 from ...protocol.metadata import encode_replies
 from ...protocol.params import (
     already_requested,
+    bind_adapter,
     is_disaggregated,
     is_early,
     offered_tokens,
+    own_adapter,
     remote_blocks,
     remote_request,
     without_source,
@@ -45,6 +47,7 @@ from ..failed_reads import ReadBook
 from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
+from ..weights import Adapters
 from .awaiting import AwaitedRequests
 from .board_updates import BoardUpdates, scheduled_in
 from .first_tokens import open_first_tokens
@@ -53,7 +56,7 @@ from .idling import Idling, may_rest
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
 from .readers import Readers, is_made_up
-from .receives import address_of, believable, fingerprint_of, receive_of
+from .receives import address_of, believable, fingerprint_of, note_adapter, receive_of
 from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
@@ -105,6 +108,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
         self._awaited = AwaitedRequests()
         self._offers = OfferBook()
+        self._adapters = Adapters()
         # With drafts, a step's tokens may be rejected: no part of a prompt goes on the board early.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
@@ -242,6 +246,8 @@ class ReshardScheduler(NixlConnectorScheduler):
                 is_free = self._readers.claim(remote, request.request_id)
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
+        if request.lora_request is not None:
+            note_adapter(request, self._adapters.identify(request.lora_request))
         super().on_new_request(request)
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
@@ -291,7 +297,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         but not read back: the last answer consists of tokens, and this prompt of embedding rows.
         """
         params = request.kv_transfer_params
-        if already_requested(params):
+        if already_requested(params) or request.skip_reading_prefix_cache:
             return 0, False
         count: int
         if request.prompt_token_ids is not None:
@@ -468,6 +474,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
+            adapter = own_adapter(request.kv_transfer_params)
+            if adapter is not None and request.lora_request is not None:
+                now = self._adapters.identify(request.lora_request).digest
+                if now != adapter:
+                    # Which files computed its blocks cannot be told: they are nobody's.
+                    adapter = f"{quote(adapter)} or {quote(now)}"
+                    bind_adapter(request.kv_transfer_params, adapter)
+                params["remote_adapter"] = adapter
             fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
