@@ -40,7 +40,7 @@ from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
     OUTPUTS_OUTLIVE_PREEMPTION,
-    PRODUCERS_KEEP_THE_LAST_WINDOW,
+    PREFILLS_STOP_SHORT,
     tokens_in_flight,
 )
 from ..failed_reads import ReadBook
@@ -130,7 +130,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             vllm_config,
             settings,
             self._stats.record_first_token,
-            prefills_all=not self._prefill_backoff(),
+            prefills_all=not (has_windows or self._num_left_to_decode()),
         )
         self._handovers = Handovers(self._stats.record_handover)
 
@@ -183,8 +183,22 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
 
     def set_kv_cache_manager(self, manager: Any) -> None:
-        """Set the cache manager, which owns the blocks; never called on 0.22.1."""
+        """Set the cache manager, which owns the blocks; never called on 0.22.1.
+
+        vLLM has it remove the blocks outside of the next token's window when a request ends. A
+        reader computes the last tokens of a prompt anew, so that their windows are kept, too; the
+        scheduler of 0.22.1 is patched to do so.
+        """
         self._reads.manager = manager
+        if not window_groups(self.kv_cache_config):
+            return
+        remove, num_anew = manager.remove_skipped_blocks, max(self._num_left_to_decode(), 1)
+
+        def remove_skipped_blocks(*, processed_computed_tokens: int, **others: Any) -> None:
+            kept = max(processed_computed_tokens - num_anew, 0)
+            remove(processed_computed_tokens=kept, **others)
+
+        manager.remove_skipped_blocks = remove_skipped_blocks
 
     def set_block_pool(self, block_pool: BlockPool) -> None:
         """Set the block pool, for the number of free blocks."""
@@ -312,7 +326,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             offered_tokens(params),
             num_computed_tokens,
             request.num_tokens,
-            is_window_whole=PRODUCERS_KEEP_THE_LAST_WINDOW,
         )
         return count, is_async and count > 0
 
@@ -324,17 +337,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._board_updates.note_blocks(request.request_id, request)
         if num_external_tokens:
             self._parking.note_blocks(request.request_id)
-
-    def _prefill_backoff(self) -> int:
-        """Return how many tokens at the end of a prompt the prefill engine does not compute.
-
-        The same as upstream's, but at least 1 if layers have windows: a producer holds the blocks
-        in the next token's window, so that token is left to the decode engine. The scheduler of
-        0.22.1 is patched to hold the blocks of the last token instead, so upstream's number does
-        not apply there.
-        """
-        upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
-        return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
@@ -414,9 +416,12 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt a prefill engine computes."""
-        if PRODUCERS_KEEP_THE_LAST_WINDOW:
-            return num_prompt_tokens
-        return int(self._get_remote_prefill_token_count(num_prompt_tokens))
+        num_left = self._num_left_to_decode()
+        return num_prompt_tokens - num_left * (num_prompt_tokens > num_left)
+
+    def _num_left_to_decode(self) -> int:
+        """Return how many tokens at the end of a longer prompt a prefill engine leaves out."""
+        return int(self._prefill_backoff()) if PREFILLS_STOP_SHORT else 0
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
