@@ -137,6 +137,7 @@ PARAMS: Params = {
     "remote_port": 5600,
     "remote_block_ids": [[5, 2, 9], [4]],
     "remote_num_tokens": 40,
+    "remote_adapter": "5ca1ab1e5ca1ab1e",
     "remote_secret": write_secret(SECRET),
     "tp_size": 2,
     "pp_size": 2,

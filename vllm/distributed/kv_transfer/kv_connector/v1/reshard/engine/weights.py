@@ -41,17 +41,15 @@ def weights_factors(vllm_config: VllmConfig) -> dict[str, str]:
     load, model = vllm_config.load_config, vllm_config.model_config
     if load.load_format == "dummy":
         return {}
-    config = vars(model.hf_config)
-    said = {name for each in (config, vars(model.hf_text_config)) for name in each if each[name]}
-    is_in_files = not said.isdisjoint(("quantization_config", "compression_config"))
+    configs = vars(model.hf_config), vars(model.hf_text_config)
+    names = "quantization_config", "compression_config"
+    is_in_files = any(config.get(name) for config in configs for name in names)
     made = f", quantized to {model.quantization}" if model.quantization and not is_in_files else ""
     if load.load_format not in _OTHER_LOADERS:
-        digest = files_digest(
-            _weight_files(_place(model.model, "config.json", model.revision, load.download_dir))
-        )
-        if digest is not None:
+        place = _place(model.model, "config.json", model.revision, load.download_dir)
+        if (digest := files_digest(_weight_files(place))) is not None:
             return {"weights": digest + made}
-    commit = config.get("_commit_hash")
+    commit = configs[0].get("_commit_hash")
     return {} if commit is None else {"weights_commit": f"{commit}{made}"}
 
 
@@ -127,10 +125,9 @@ class Adapters:
         place = _place(str(Path(path).expanduser()), "adapter_config.json", None, None)
         files = [*_weight_files(place), place / "adapter_config.json"]
         try:
-            stats = [(file.name, file.stat()) for file in files]
+            stamps = [(file.name, (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
         except OSError:
             return None
-        stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         if self._read.get(path, ([], None))[0] != stamps:
             self._read[path] = stamps, files_digest(files)
         return self._read[path][1]
@@ -148,11 +145,11 @@ def _place(model: str, file: str, revision: str | None, download_dir: str | None
     if (place := Path(model)).exists():
         return place
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     try:
         config = try_to_load_from_cache(model, file, download_dir, revision)
-    except HFValidationError:
+    except ValueError:
+        # It is no name that the hub has.
         return place
     return Path(config).parent if isinstance(config, str) else place
 

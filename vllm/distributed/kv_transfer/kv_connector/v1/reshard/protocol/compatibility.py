@@ -97,12 +97,9 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
 def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) -> str:
     """Name what differs, with both values and the remedy; empty if nothing does."""
     names = [*local, *sorted(remote.keys() - local.keys())]
-    uncompared = () if has_both_weights(local, remote) else WEIGHT_FACTORS
-    differing = [
-        name
-        for name in names
-        if local.get(name) not in (ANY, remote.get(name)) and name not in uncompared
-    ]
+    if not has_both_weights(local, remote):
+        names = [name for name in names if name not in WEIGHT_FACTORS]
+    differing = [name for name in names if local.get(name) not in (ANY, remote.get(name))]
     if not differing:
         return ""
     values = [

@@ -114,10 +114,7 @@ _MISSING = {
 }
 """Error message of a handshake that timed out, by the stage it had reached."""
 
-_WEIGHTS_UNKNOWN = (
-    " Its weights are not compared with this engine's: an older build, dummy weights and some "
-    "loaders do not tell theirs."
-)
+_WEIGHTS_UNKNOWN = " Weights are not compared: one of the two engines does not tell its own."
 
 _REFUSED = (
     "nothing listens there (connection refused), so that the engine has ended or listens "

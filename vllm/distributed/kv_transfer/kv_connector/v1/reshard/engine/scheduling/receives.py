@@ -71,26 +71,19 @@ def note_adapter(request: Request, adapter: Adapter) -> None:
         return
     assert lora is not None
     name, path = quote(lora.lora_name), quote(lora.lora_path)
-    request.skip_reading_prefix_cache |= adapter.digest is None or not adapter.is_cached_anew
-    if adapter.digest is None:
-        logger.warning_once(
-            "Nothing is read for requests with adapter %s: it is no folder with weights at %s, so "
-            "that it is not known what it is; load it from one.",
-            name,
-            path,
-        )
-    elif not bind_adapter(params, adapter.digest):
+    if adapter.digest is not None and not bind_adapter(params, adapter.digest):
         logger.warning_once(
             "Adapter %s is known by its name alone to an engine that computes with it: install "
             "this build there.",
             name,
         )
-    if not adapter.is_cached_anew:
+    if adapter.digest is None or not adapter.is_cached_anew:
+        request.skip_reading_prefix_cache = True
+        seen = "changed" if adapter.digest else "are not there"
         logger.warning_once(
-            "Nothing is read for requests with adapter %s, from prefix caches neither: its files "
-            "at %s have changed, which vLLM's prefix cache does not see; load from another path.",
-            name,
-            path,
+            "Nothing is read for adapter %s, from the prefix cache neither: its files at %s %s, "
+            "which vLLM does not see; load it from another path.",
+            *(name, path, seen),
         )
 
 

@@ -195,8 +195,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         remove, num_anew = manager.remove_skipped_blocks, max(self._num_left_to_decode(), 1)
 
         def remove_skipped_blocks(*, processed_computed_tokens: int, **others: Any) -> None:
-            kept = max(processed_computed_tokens - num_anew, 0)
-            remove(processed_computed_tokens=kept, **others)
+            remove(processed_computed_tokens=max(processed_computed_tokens - num_anew, 0), **others)
 
         manager.remove_skipped_blocks = remove_skipped_blocks
 
