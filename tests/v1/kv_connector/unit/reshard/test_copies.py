@@ -24,7 +24,7 @@ def test_what_either_engine_is_asked_for(wholes, layout):
     p, d = (wholes(name, layout, **layout) for name in ("prefill", "decode"))
     serving, deadline_s = d.serving, time.monotonic() + 2 * DEADLINE_S
     for number, (asked_p, asked_d) in enumerate(product(ASKED, ASKED)):
-        for num_tokens in (31, 32, 33, 46, 47, 48, 49, 61, 62):
+        for num_tokens in (32, 47, 48) if asked_d else range(31, 63):
             prompt = [number * 100 + (num_tokens + place) % 97 for place in range(num_tokens)]
             name = f"{number}-{num_tokens}"
             p.serving.add(f"p{name}", {"do_remote_decode": True}, prompt=prompt, **asked_p)
