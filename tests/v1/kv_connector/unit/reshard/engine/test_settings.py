@@ -171,6 +171,8 @@ def test_what_does_nothing_is_said():
     assert remarks_on(config({"num_threads": 2})) == []
     (unchecked,) = remarks_on(config({"enforce_handshake_compat": False}))
     assert "are not refused" in unchecked
+    (other_weights,) = remarks_on(config({"allow_other_weights": True}))
+    assert "computed with other weights are read" in other_weights
 
 
 @pytest.mark.parametrize(("policy", "told"), [("fail", True), ("recompute", False)])

@@ -72,11 +72,10 @@ STATE_IS_UPSTREAMS = _IS_0_22
 The scheduler of 0.22.1 does not say which of a request's blocks has the state, and offers all.
 """
 
-PRODUCERS_KEEP_THE_LAST_WINDOW = _IS_0_22
-"""True if an engine holds the blocks in the window of a request's last token.
+PREFILLS_STOP_SHORT = not _IS_0_22
+"""True if upstream's prefill engines leave the last tokens of some prompts to decode engines.
 
-The scheduler of 0.22.1 is patched to hold them. Later schedulers are not: a prefill engine stops
-before that token, and holds the window of the next one.
+They do for recurrent state, which 0.22.1 leaves to upstream's connector, and for some drafts.
 """
 
 OUTPUTS_OUTLIVE_PREEMPTION = _IS_0_22
@@ -84,6 +83,12 @@ OUTPUTS_OUTLIVE_PREEMPTION = _IS_0_22
 
 The request is then over while its new blocks are being computed. The scheduler of 0.22.1 takes such
 an output as current; later schedulers recognise it as stale.
+"""
+
+BLOCK_HASHES_KNOW_ADAPTERS_PATHS = not _IS_0_22
+"""True if the prefix cache tells adapters of one name apart that lie at two paths; not in 0.22.1.
+
+In no release does it see that the files at a path have changed.
 """
 
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22

@@ -62,6 +62,8 @@ class Settings(
         engine_ttl_s: Seconds without a request after which another engine is forgotten; 0 or less
             for never.
         enforce_handshake_compat: Whether engines that differ in what must be equal are refused.
+        allow_other_weights: Whether an engine with other weights may be read from, such as a
+            quantized checkpoint's; adapters must be the same in any case.
         missing_draft_layers: What to do with a draft's layers that the engine read from lacks:
             `refuse` the engine, or let the draft start cold and `compute` them.
         early_dispatch: On both engines: whether routers may send a request to both at once. The
@@ -124,6 +126,7 @@ class Settings(
     staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
     staging_min_descriptors: _Count = StagingPolicy().min_descriptors
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
+    allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
@@ -238,6 +241,10 @@ def remarks(config: KVTransferConfig, settings: Settings, host: str) -> list[str
         found.append(
             "enforce_handshake_compat is off: engines that run other models, versions or cache "
             "formats are not refused"
+        )
+    if settings.allow_other_weights:
+        found.append(
+            "allow_other_weights is on: KV caches that were computed with other weights are read"
         )
     if settings.bidirectional_kv_xfer and config.kv_load_failure_policy != "recompute":
         found.append(

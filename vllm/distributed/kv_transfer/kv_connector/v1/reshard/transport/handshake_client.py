@@ -117,6 +117,8 @@ _MISSING = {
 }
 """Error message of a handshake that timed out, by the stage it had reached."""
 
+_WEIGHTS_UNKNOWN = " Weights are not compared: one of the two engines does not tell its own."
+
 _REFUSED = (
     "nothing listens there (connection refused), so that the engine has ended or listens "
     "elsewhere: check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through "
@@ -460,11 +462,12 @@ class HandshakeClient:
                 engine_id,
             )
         logger.info(
-            "Engine %s runs vLLM %s, and speaks %s/%d.",
+            "Engine %s runs vLLM %s, and speaks %s/%d.%s",
             quote(engine_id),
             quote(reply.release),
             CONNECTOR_NAME,
             reply.version,
+            "" if reply.compares_weights else _WEIGHTS_UNKNOWN,
         )
         return reply.workers
 
