@@ -21,12 +21,13 @@ from ...errors import ReshardError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
+from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import CheckResult
-from ...transport.remote import LocalCache, RequestBlocks
+from ...transport.remote import LocalCache
 from ...transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from ..connecting.peers import Peer, PeerTable
 from ..early.watched_requests import Refusal

@@ -17,9 +17,9 @@ from ...errors import ReshardError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive
 from ...protocol.quoting import one_line, quote
+from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
 from ...transport.connection import PeerConnection
-from ...transport.remote import RequestBlocks
 from ...transport.transfers import Part, PartDrained, PartEvent, Transfers
 from ..stats import ReshardStats
 from .prefetch import FullGroups, Prefetched
