@@ -189,22 +189,22 @@ def _measure(
         by_kind.setdefault(kinds[layer][0], []).append(layer)
     for kind, layers in by_kind.items():
         legs = lower_read(replace(read, layers=tuple(layers)), src, dst)
-        costs = [_cost(leg, src, request, windows) for leg in legs]
-        yield Part(
-            read,
-            kind,
-            tuple(sorted(kinds[layer][1] for layer in layers)),
-            legs[0].per_sequence,
-            *(sum(each[column] for each in costs) for column in (0, 1)),
-            min(int(leg.src.rows[0, 1]) for leg in legs),
-            *(sum(each[column] for each in costs) for column in (2, 3)),
-            frozenset(each[4] for each in costs),
-        )
+        counted = [0, 0, 0, 0]
+        strategies = set()
+        for leg in legs:
+            counts, strategy = _cost(leg, src, request, windows)
+            counted = [total + count for total, count in zip(counted, counts, strict=True)]
+            strategies.add(strategy)
+        num_bytes, count, merged, staged = counted
+        smallest = min(int(leg.src.rows[0, 1]) for leg in legs)
+        indices = tuple(sorted(kinds[layer][1] for layer in layers))
+        costs = num_bytes, count, smallest, merged, staged, frozenset(strategies)
+        yield Part(read, kind, indices, legs[0].per_sequence, *costs)
 
 
 def _cost(
     leg: Leg, src: RankCache, request: RequestBlocks, windows: set[int]
-) -> tuple[int, int, int, int, Strategy]:
+) -> tuple[tuple[int, int, int, int], Strategy]:
     """Return a leg's bytes, descriptors, merged and staged ones, and its strategy."""
     check_windows(leg, windows)
     selected = request.select(leg)
@@ -213,9 +213,9 @@ def _cost(
     try:
         staged = stage_leg(leg, src)
     except LocalLayoutError:
-        return num_bytes, count, merged, merged, Strategy.DIRECT
+        return (num_bytes, count, merged, merged), Strategy.DIRECT
     how = staged.choose(selected, StagingPolicy()) if count else Strategy.DIRECT
-    return num_bytes, count, merged, staged.num_merged(selected), how
+    return (num_bytes, count, merged, staged.num_merged(selected)), how
 
 
 def _rows(

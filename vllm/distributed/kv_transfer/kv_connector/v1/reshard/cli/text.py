@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.text import Text
 from ..plan.text import only_notified_by, ranges_text, ranks_text
 from .advice import advise, bytes_text
 from .engines import Answer
-from .planning import CacheRow, Planned
+from .planning import CacheRow, Part, Planned
 
 _NOTE = (
     "Merged: what is left of a request's descriptors where its blocks adjoin at both ends; by way "
@@ -79,7 +79,7 @@ def _shares(answer: Answer) -> bool:
 def _caches(planned: Planned) -> Table:
     """Return the table of the kinds of cache that layers keep."""
     names = ("cache", "layers", "units", "kept as", "blocks of", "tokens", "a unit")
-    return _table("Caches", names, [[_row_cells(row)] for row in planned.rows], right=("a unit",))
+    return _table("Caches", names, [_row_cells(row) for row in planned.rows], right=("a unit",))
 
 
 def _row_cells(row: CacheRow) -> list[str]:
@@ -95,57 +95,37 @@ def _row_cells(row: CacheRow) -> list[str]:
 def _reads(planned: Planned, *, has_shares: bool) -> Table:
     shares = ("tokens",) * has_shares
     names = ("decode", "reads from", "cache", "layers", "units", "offsets", *shares, "a request")
-    return _table(
-        "Reads",
-        names,
-        [
-            [
-                [
-                    str(part.read.dst_rank) if not position else "",
-                    str(part.read.src_rank),
-                    part.kind,
-                    ranges_text(part.layers),
-                    str(part.read.units),
-                    f"{part.read.src_unit_offset} -> {part.read.dst_unit_offset}",
-                    *((f"{part.read.src_tokens} -> {part.read.dst_tokens}",) * has_shares),
-                    bytes_text(part.num_bytes),
-                ]
-                for position, part in enumerate(planned.of(rank))
-            ]
-            for rank in _readers(planned)
-        ],
-        right=("a request",),
-    )
+
+    def cells(part: Part) -> list[str]:
+        read = part.read
+        offsets = f"{read.src_unit_offset} -> {read.dst_unit_offset}"
+        tokens = [f"{read.src_tokens} -> {read.dst_tokens}"] * has_shares
+        layers, num_bytes = ranges_text(part.layers), bytes_text(part.num_bytes)
+        return [layers, str(read.units), offsets, *tokens, num_bytes]
+
+    return _table("Reads", names, _by_reader(planned, cells), right=("a request",))
 
 
 def _ways(planned: Planned) -> Table:
     """Return the table of each read's strategy and descriptors, in the order of `_reads`."""
     names = ("decode", "reads from", "cache", "descriptors", "of size", "merged", "in arena", "how")
-    return _table(
-        "Direct or staged",
-        names,
-        [
-            [
-                [
-                    str(part.read.dst_rank) if not position else "",
-                    str(part.read.src_rank),
-                    part.kind,
-                    f"{part.descriptors:,}",
-                    bytes_text(part.descriptor_bytes),
-                    f"{part.merged:,}",
-                    f"{part.staged:,}",
-                    part.how,
-                ]
-                for position, part in enumerate(planned.of(rank))
-            ]
-            for rank in _readers(planned)
-        ],
-        right=names[3:7],
-    )
+
+    def cells(part: Part) -> list[str]:
+        size, counts = bytes_text(part.descriptor_bytes), (part.merged, part.staged)
+        return [f"{part.descriptors:,}", size, *(f"{each:,}" for each in counts), part.how]
+
+    return _table("Direct or staged", names, _by_reader(planned, cells), right=names[3:7])
 
 
-def _readers(planned: Planned) -> list[object]:
-    return sorted({part.read.dst_rank for part in planned.parts})
+def _by_reader(planned: Planned, cells: Callable[[Part], list[str]]) -> list[list[str]]:
+    """Return one row for each part of a read; a reader is named in its first one."""
+    rows, last = [], None
+    for part in sorted(planned.parts, key=lambda each: each.read.dst_rank):
+        rank = part.read.dst_rank
+        name = "" if rank == last else str(rank)
+        rows.append([name, str(part.read.src_rank), part.kind, *cells(part)])
+        last = rank
+    return rows
 
 
 def _decode_ranks(answer: Answer, planned: Planned) -> Table:
@@ -162,7 +142,7 @@ def _decode_ranks(answer: Answer, planned: Planned) -> Table:
             ]
         )
     names = ("rank", "fan-in", "a request", "descriptors", "only notifies")
-    return _table("Decode ranks", names, [rows], right=names[1:4])
+    return _table("Decode ranks", names, rows, right=names[1:4])
 
 
 def _prefill_ranks(planned: Planned) -> Table:
@@ -178,29 +158,19 @@ def _prefill_ranks(planned: Planned) -> Table:
             ]
         )
     names = ("rank", "fan-out", "a request", "released by")
-    return _table("Prefill ranks", names, [rows], right=names[1:3])
+    return _table("Prefill ranks", names, rows, right=names[1:3])
 
 
 def _table(
-    title: str,
-    names: Iterable[str],
-    sections: Sequence[Sequence[Sequence[str]]],
-    right: Sequence[str] = (),
+    title: str, names: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
 ) -> Table:
     """Return a table of literal text, so that rich does not take `[0, 4)` for markup."""
-    table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="cyan",
-    )
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=None)
+    table.pad_edge, table.padding, table.header_style = False, (0, 2, 0, 0), "cyan"
     for name in names:
         table.add_column(name, justify="right" if name in right else "left")
-    for rows in sections:
-        for row in rows:
-            table.add_row(*map(Text, row))
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
