@@ -52,7 +52,7 @@ def test_nothing_that_takes_seconds_is_loaded(output, tmp_path):
 def test_command_prints_the_plan_and_nothing_else():
     """Standard output is the object, and standard error is empty."""
     done = run(INSTALLED, *LAYOUTS, *SIZES, "--json", check=True)
-    assert json.loads(done.stdout)["prefill"]["pp_size"] == 2
+    assert json.loads(done.stdout)["prefill"]["mesh"]["pp_size"] == 2
     assert done.stderr == ""
 
 

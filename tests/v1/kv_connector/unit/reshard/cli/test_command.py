@@ -36,10 +36,7 @@ def test_json_describes_the_plan(kv_plan):
     document = json.loads(out)
     assert document["verdict"]["outcome"] == "served"
     assert document["verdict"]["against_stock"] == "of TP 2 and 3, neither divides the other"
-    assert document["prefill"] == {
-        **dict.fromkeys(("pp_size", "dcp_size", "pcp_size", "dp_size"), 1),
-        "tp_size": 3,
-    }
+    assert document["prefill"]["mesh"] == {"pp_size": 1, "tp_size": 3}
     # 4 layers, 6 heads, keys and values, 128 elements of 2 bytes, 1,024 tokens.
     assert document["request"] == {
         "tokens": 1024,
@@ -47,25 +44,27 @@ def test_json_describes_the_plan(kv_plan):
         "state_bytes": 0,
         "descriptors": 4 * 4 * 64,
     }
-    assert document["notifiers"][1] == {
-        "prefill_rank": {"pp": 0, "tp": 1},
-        "decode_ranks": [{"pp": 0, "tp": 0}, {"pp": 0, "tp": 1}],
+    assert document["releases"][1] == {
+        "src_rank": {"pp_rank": 0, "tp_rank": 1},
+        "notifiers": [{"pp_rank": 0, "tp_rank": 0}, {"pp_rank": 0, "tp_rank": 1}],
     }
     assert len(document["reads"]) == 4
-    assert document["reads"][1] == {
-        "decode_rank": {"pp": 0, "tp": 0},
-        "prefill_rank": {"pp": 0, "tp": 1},
-        "cache": "heads",
+    second = document["reads"][1]
+    read = second.pop("read")
+    assert read["dst_rank"] == {"pp_rank": 0, "tp_rank": 0}
+    assert read["src_rank"] == {"pp_rank": 0, "tp_rank": 1}
+    assert read["units"] == {"start": 2, "stop": 3}
+    assert (read["src_unit_offset"], read["dst_unit_offset"]) == (0, 2)
+    assert second == {
+        "kind": "heads",
         "layers": [0, 1, 2, 3],
-        "units": [2, 3],
-        "src_unit_offset": 0,
-        "dst_unit_offset": 2,
-        "src_tokens": None,
-        "dst_tokens": None,
-        "is_state": False,
-        "bytes": 4 * 2 * 128 * 2 * 1024,
+        "has_state": False,
+        "num_bytes": 4 * 2 * 128 * 2 * 1024,
         "descriptors": 256,
-        "strategy": "direct",
+        "descriptor_bytes": 16 * 2 * 128 * 2,
+        "merged": 256,
+        "staged": 256,
+        "strategies": "direct",
     }
 
 
@@ -75,7 +74,7 @@ def test_json_says_how_each_read_goes(kv_plan):
 
     def strategies(prefill: str, decode: str, *more: str) -> set[str]:
         _, out, _ = kv_plan("--prefill", prefill, "--decode", decode, *sizes, *more)
-        return {read["strategy"] for read in json.loads(out)["reads"]}
+        return {read["strategies"] for read in json.loads(out)["reads"]}
 
     assert strategies("tp=2", "tp=1") == {"staged"}
     assert strategies("tp=2", "tp=1", "--prompt-tokens", "16") == {"direct"}
@@ -90,8 +89,8 @@ def test_partitions_are_taken_per_side(kv_plan):
         *(*SIZES, "--json"),
     )
     reads = [
-        (read["decode_rank"]["pp"], read["prefill_rank"]["pp"], read["layers"])
-        for read in json.loads(out)["reads"]
+        (part["read"]["dst_rank"]["pp_rank"], part["read"]["src_rank"]["pp_rank"], part["layers"])
+        for part in json.loads(out)["reads"]
     ]
     assert reads == [(0, 0, [0]), (0, 1, [1]), (1, 1, [2, 3])]
 
@@ -144,10 +143,10 @@ def test_shares_of_tokens_are_planned_and_told(kv_plan):
     """Each of four ranks reads a quarter of a latent, in blocks unless it is said otherwise."""
     layouts = ("--prefill", "tp=4", "--decode", "tp=4,dcp=4", "--mla", "--num-layers", "2")
     document = json.loads(kv_plan(*layouts, "--json")[1])
-    assert [(each["src_tokens"], each["dst_tokens"]) for each in document["reads"]] == [
-        (None, {"index": rank, "of": 4, "in_runs_of": 16}) for rank in range(4)
+    assert [each["read"]["dst_tokens"] for each in document["reads"]] == [
+        {"index": rank, "num_shares": 4, "run_tokens": 16} for rank in range(4)
     ]
-    assert {each["bytes"] for each in document["reads"]} == {2 * 1024 * 576 * 2 // 4}
+    assert {each["num_bytes"] for each in document["reads"]} == {2 * 1024 * 576 * 2 // 4}
     _, out, _ = kv_plan(*layouts, "--decode-interleave-size", "1")
     assert "1.125 KiB at a time" in " ".join(out.split())
     assert "deal tokens out in whole blocks" in " ".join(out.split())
@@ -159,7 +158,7 @@ def test_copies_of_prefill_context_parallelism_are_told(kv_plan):
     plain, copied = (
         json.loads(kv_plan("--prefill", prefill, *model)[1]) for prefill in ("tp=2", "tp=2,pcp=2")
     )
-    assert copied["prefill"]["pcp_size"] == 2
+    assert copied["prefill"]["num_copies"] == 2
     assert copied["reads"] == plain["reads"]
 
 

@@ -32,7 +32,7 @@ class Part:
     """What one read moves of one kind of cache, for a request with adjoining blocks at both ends.
 
     Attributes:
-        read: The read.
+        read: The read, of these layers alone.
         kind: The kind of cache.
         layers: Indices of the layers.
         has_state: True if it is recurrent state, whose size does not depend on the request's.
@@ -155,7 +155,8 @@ def plan_engines(prefill: Engine, decode: Engine, num_tokens: int) -> Planned:
         if alike not in measured:
             caches = src[read.src_rank], dst[read.dst_rank]
             measured[alike] = [*_measure(read, *caches, request, windows, kinds)]
-        parts += (replace(each, read=read) for each in measured[alike])
+        for part in measured[alike]:
+            parts.append(replace(part, read=replace(read, layers=part.read.layers)))
     rows = _rows(plan, src, dst, (prefill, decode), kinds)
     return Planned(plan, tuple(parts), rows, num_tokens)
 
@@ -188,7 +189,8 @@ def _measure(
     for layer in read.layers:
         by_kind.setdefault(kinds[layer][0], []).append(layer)
     for kind, layers in by_kind.items():
-        legs = lower_read(replace(read, layers=tuple(layers)), src, dst)
+        of_kind = replace(read, layers=tuple(layers))
+        legs = lower_read(of_kind, src, dst)
         counted = [0, 0, 0, 0]
         strategies = set()
         for leg in legs:
@@ -199,7 +201,7 @@ def _measure(
         smallest = min(int(leg.src.rows[0, 1]) for leg in legs)
         indices = tuple(sorted(kinds[layer][1] for layer in layers))
         costs = num_bytes, count, smallest, merged, staged, frozenset(strategies)
-        yield Part(read, kind, indices, legs[0].per_sequence, *costs)
+        yield Part(of_kind, kind, indices, legs[0].per_sequence, *costs)
 
 
 def _cost(

@@ -52,22 +52,13 @@ def _print_heading(answer: Answer, planned: Planned, console: Console) -> None:
     most = sum(part.num_bytes for part in planned.of(largest))
     sources = {part.read.src_rank for part in planned.of(largest)}
     grid = Table.grid(padding=(0, 2))
-    for name, text in (
-        ("prefill", str(prefill.layout)),
-        ("decode", str(decode.layout)),
-        ("model", answer.model),
-        ("sizes", answer.source),
-        (
-            "request",
-            f"{planned.num_tokens:,} tokens: {bytes_text(num_bytes)}"
-            + f", {bytes_text(state)} of it state" * bool(state)
-            + f", in {_count(len(planned.plan.reads), 'read')} of {descriptors:,} descriptors",
-        ),
-        (
-            "a rank",
-            f"reads up to {bytes_text(most)} from {_count(len(sources), 'prefill rank')}",
-        ),
-    ):
+    request = f"{planned.num_tokens:,} tokens: {bytes_text(num_bytes)}"
+    request += f", {bytes_text(state)} of it state" * bool(state)
+    request += f", in {_count(len(planned.plan.reads), 'read')} of {descriptors:,} descriptors"
+    rank = f"reads up to {bytes_text(most)} from {_count(len(sources), 'prefill rank')}"
+    said = {"prefill": str(prefill.layout), "decode": str(decode.layout), "model": answer.model}
+    said |= {"sizes": answer.source, "request": request, "a rank": rank}
+    for name, text in said.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
 
@@ -132,15 +123,11 @@ def _decode_ranks(answer: Answer, planned: Planned) -> Table:
     rows = []
     for shard in answer.engines[1].shards:
         parts = planned.of(shard.rank)
-        rows.append(
-            [
-                str(shard.rank),
-                str(len({part.read.src_rank for part in parts})),
-                bytes_text(sum(part.num_bytes for part in parts)),
-                f"{sum(part.descriptors for part in parts):,}",
-                ranks_text(only_notified_by(planned.plan, shard.rank)) or "-",
-            ]
-        )
+        fan_in = str(len({part.read.src_rank for part in parts}))
+        num_bytes = bytes_text(sum(part.num_bytes for part in parts))
+        descriptors = f"{sum(part.descriptors for part in parts):,}"
+        notifies = ranks_text(only_notified_by(planned.plan, shard.rank)) or "-"
+        rows.append([str(shard.rank), fan_in, num_bytes, descriptors, notifies])
     names = ("rank", "fan-in", "a request", "descriptors", "only notifies")
     return _table("Decode ranks", names, rows, right=names[1:4])
 
@@ -149,14 +136,9 @@ def _prefill_ranks(planned: Planned) -> Table:
     rows = []
     for release in planned.plan.releases:
         readers = planned.readers_of(release.src_rank)
-        rows.append(
-            [
-                str(release.src_rank),
-                str(len(readers)) if readers else "only notified",
-                bytes_text(sum(readers.values())) if readers else "-",
-                ranks_text(release.notifiers),
-            ]
-        )
+        served = [str(len(readers)), bytes_text(sum(readers.values()))]
+        rank, notifiers = str(release.src_rank), ranks_text(release.notifiers)
+        rows.append([rank, *(served if readers else ["only notified", "-"]), notifiers])
     names = ("rank", "fan-out", "a request", "released by")
     return _table("Prefill ranks", names, rows, right=names[1:3])
 
