@@ -70,9 +70,9 @@ def test_hybrids_have_their_state_and_its_numbers(tmp_path, capsys):
     assert sizes(of_rank.layers) == kept
 
 
-def asked(directory: Path):
+def asked(directory: Path, device: str = "gpu"):
     """The engine that vLLM makes of a model, with one rank."""
-    answer = asking.ask(str(directory), [parse_layout("tp1")] * 2, "gpu", [])
+    answer = asking.ask(str(directory), [parse_layout("tp1")] * 2, device, [])
     return answer.engines[1]
 
 
@@ -81,7 +81,8 @@ def asked(directory: Path):
 def test_every_layer_is_as_the_engine_has_it(family, tmp_path):
     """Names, bytes and windows of each layer, and the groups that these are in."""
     kept = kept_by(tmp_path, FAMILIES[family])
-    engine = asked(tmp_path)
+    # Sparse attention has no backend on CPU; other state than a GPU's some models have there.
+    engine = asked(tmp_path, "cpu" if family in PUBLISHED else "gpu")
     (of_rank,) = engine.caches
     assert sizes(of_rank.layers) == sizes(described(kept))
     windows = {

@@ -18,7 +18,7 @@ def plan_document(
 
     Without a plan there is the verdict, and what is known of the engines. A summary has no reads.
     """
-    document = {"verdict": asdict(verdict) | {"outcome": verdict.outcome.value}}
+    document: dict[str, Any] = {"verdict": asdict(verdict) | {"outcome": verdict.outcome.value}}
     if answer is not None:
         prefill, decode = (asdict(each.layout) for each in answer.engines)
         document |= {"prefill": prefill, "decode": decode, "device": answer.device}
