@@ -52,11 +52,11 @@ def advise(planned: Planned, prefill: Engine, decode: Engine) -> Iterator[str]:
             f"{len(idle)} of {len(served)} prefill ranks hold copies that nobody reads, and are "
             f"only notified: {_some(idle)}"
         )
-    copies: dict[object, int] = {}
+    holders: dict[object, set[MeshRank]] = {}
     for each in planned.plan.reads:
-        held = (each.dst_rank.pp_rank, each.layers, each.units, each.dst_tokens)
-        copies[held] = copies.get(held, 0) + 1
-    if (most := max(copies.values())) > 1:
+        held = each.dst_rank.pp_rank, each.layers, each.units, each.dst_tokens
+        holders.setdefault(held, set()).add(each.dst_rank)
+    if (most := max(map(len, holders.values()))) > 1:
         yield f"decode keeps, and reads, the same {most} times, on as many ranks of a stage"
 
 

@@ -83,18 +83,20 @@ def ask(
 
 def _engine(model: str, layout: EngineLayout, more: Sequence[str]) -> dict[str, Any]:
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    arguments: list[object] = ["--model", model, "--tokenizer", model, "--skip-tokenizer-init"]
-    arguments += ["--enforce-eager", "--kv-transfer-config", json.dumps(transfer)]
-    arguments += ["--tensor-parallel-size", layout.mesh.tp_size]
-    arguments += ["--pipeline-parallel-size", layout.mesh.pp_size]
-    arguments += ["--decode-context-parallel-size", layout.num_shares]
-    arguments += ["--distributed-executor-backend", "mp"]
+    text = (
+        f"--skip-tokenizer-init --enforce-eager --distributed-executor-backend mp "
+        f"--tensor-parallel-size {layout.mesh.tp_size} "
+        f"--pipeline-parallel-size {layout.mesh.pp_size} "
+        f"--decode-context-parallel-size {layout.num_shares}"
+    )
+    arguments = ["--model", model, "--tokenizer", model, *text.split()]
+    arguments += ["--kv-transfer-config", json.dumps(transfer)]
     if layout.block_tokens is not None:
-        arguments += ["--block-size", layout.block_tokens]
+        arguments += ["--block-size", str(layout.block_tokens)]
     if layout.run_tokens is not None:
-        arguments += ["--cp-kv-cache-interleave-size", layout.run_tokens]
+        arguments += ["--cp-kv-cache-interleave-size", str(layout.run_tokens)]
     return {
-        "arguments": [*map(str, arguments), *more],
+        "arguments": [*arguments, *more],
         "tp_size": layout.mesh.tp_size,
         "pp_size": layout.mesh.pp_size,
         "partition": ",".join(map(str, layout.partition)),

@@ -68,11 +68,17 @@ def prepare(parser: argparse.ArgumentParser) -> None:
             + (", pcp=N" * (role == "prefill"))
             + "; what is left out is 1",
         )
-    for role in ("prefill", "decode"):
         add(
             f"--{role}-layer-partition",
             metavar="N,N,...",
             help=f"layers of each {role} stage, as in VLLM_PP_LAYER_PARTITION",
+        )
+        add(f"--{role}-block-size", type=int, help=f"--block-size of the {role} engine alone")
+        add(
+            f"--{role}-interleave-size",
+            type=int,
+            help=f"tokens that the {role} engine deals to a rank at a time, as in "
+            "--cp-kv-cache-interleave-size; a block by default",
         )
     add("--model", metavar="DIR", help="model that vLLM is asked about: a directory, or a name")
     add(
@@ -92,14 +98,6 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--head-size", type=int, help="elements of a head; 128 by default, of a latent 576")
     add("--dtype", default="bfloat16", help="type of the KV cache's elements (%(default)s)")
     add("--block-size", type=int, help="tokens in a block; by default vLLM's choice, or 16")
-    for role in ("prefill", "decode"):
-        add(f"--{role}-block-size", type=int, help=f"the same, of the {role} engine alone")
-        add(
-            f"--{role}-interleave-size",
-            type=int,
-            help=f"tokens that the {role} engine deals to a rank at a time, as in "
-            "--cp-kv-cache-interleave-size; a block by default",
-        )
     add("--prompt-tokens", type=int, default=1024, help="length of a prompt (%(default)s)")
     add("--summary", action="store_true", help="leave out single reads and ranks")
     add("--json", action="store_true", help="print one JSON object")

@@ -232,7 +232,9 @@ def asks_more_of_forwards(config: VllmConfig) -> bool:
 def kv_cache_configs(
     vllm_config: VllmConfig, specs: list[dict[str, Any]], memory_bytes: list[int]
 ) -> list[KVCacheConfig]:
-    """Return the groups and sizes of each worker's caches; the function has moved in 0.33.
+    """Return each worker's groups and sizes, and settle how tokens are dealt to sharing ranks.
+
+    Both have moved in 0.33, where engines do the latter from groups alone.
 
     Args:
         vllm_config: The engine's configuration.
@@ -244,6 +246,8 @@ def kv_cache_configs(
     else:
         from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
     found: list[KVCacheConfig] = get_kv_cache_configs(vllm_config, specs, memory_bytes)
+    told: Any = found[0] if _IS_BEFORE_0_33 else found[0].kv_cache_groups
+    vllm_config.adjust_dcp_kv_cache_interleave_size(told)
     return found
 
 
