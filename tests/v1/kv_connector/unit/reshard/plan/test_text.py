@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.text import (
     ranks_text,
 )
 
+
 def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4):
     """The shards of an engine."""
     return shard_model(ParallelMesh(pp, tp), layers, heads)
