@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tests.v1.kv_connector.unit.reshard.transport.backends import BACKENDS, available
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.ranks import (
@@ -284,7 +285,7 @@ def run_reads(
                 prepare(staged.src.rows, peer),
             )
             prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
-            parts += transfers.cut(prepared, leg.select(*blocks))
+            parts += transfers.cut(prepared, select(leg, *blocks))
     # No time passes, so that no window loses its patience and goes direct.
     request = RequestReads("request")
     transfers.start(request, parts, agent)

@@ -45,6 +45,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
+    RequestBlocks,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import suspended
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
@@ -56,7 +59,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
     LeaseError,
     prepare_table,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     Arrived,
     PartError,

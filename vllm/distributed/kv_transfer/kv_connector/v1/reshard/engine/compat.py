@@ -94,6 +94,9 @@ In no release does it see that the files at a path have changed.
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """True if upstream's statistics count failed handshakes and late notifications; not in 0.22.1."""
 
+ENGINES_CAN_BE_ASKED = not _IS_0_22
+"""True if an engine's caches can be planned without its workers; not so in 0.22.1."""
+
 CONNECTORS_GIVE_FIRST_OUTPUTS = hasattr(KVConnectorBase_V1, "take_first_outputs")
 """True if a connector may answer a request that it has received: in the fork since 0.32.0.
 
@@ -229,6 +232,28 @@ def asks_more_of_forwards(config: VllmConfig) -> bool:
         or config.model_config.return_sampling_mask
         or config.aux_output_config.enabled
     )
+
+
+def kv_cache_configs(
+    vllm_config: VllmConfig, specs: list[dict[str, Any]], memory_bytes: list[int]
+) -> list[KVCacheConfig]:
+    """Return each worker's groups and sizes, and settle how tokens are dealt to sharing ranks.
+
+    Both have moved in 0.33, where engines do the latter from groups alone.
+
+    Args:
+        vllm_config: The engine's configuration.
+        specs: The specification of each worker's layers, by name.
+        memory_bytes: Memory of each worker for its caches.
+    """
+    if _IS_BEFORE_0_33:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    else:
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
+    found: list[KVCacheConfig] = get_kv_cache_configs(vllm_config, specs, memory_bytes)
+    told: Any = found[0] if _IS_BEFORE_0_33 else found[0].kv_cache_groups
+    vllm_config.adjust_dcp_kv_cache_interleave_size(told)
+    return found
 
 
 # Imported here for other modules. Tests find switches by their definitions.

@@ -24,13 +24,14 @@ from ...errors import ReshardError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
+from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
 from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import LeaseCheckFailure, LeaseError
-from ...transport.remote import LocalCache, RequestBlocks
+from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable, Turn
 from ..early.watched_requests import Refusal
