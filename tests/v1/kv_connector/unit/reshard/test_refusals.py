@@ -83,14 +83,14 @@ _DESCRIBED = "test_what_cannot_be_described_is_refused"
 _KEYS, _REPLIES = "transport/test_authentication.py", "protocol/test_metadata.py"
 REFUSALS = [
     Refusal(
-        "connector.NixlConnector.__new__",
+        "connector.reason_for_upstream",
         "does not support pipeline parallelism",
         GETS_IT,
         "with one stage this line is not reached",
         "test_left_to_upstream.py::test_specifications_that_are_not_known_are_left_to_upstream",
     ),
     Refusal(
-        "connector.NixlConnector.__new__",
+        "connector.reason_for_upstream",
         "set kv_connector to NixlConnector",
         GETS_IT,
         "the plugin's other name keeps vLLM from its own checks; with NixlConnector it is served",
