@@ -12,8 +12,8 @@ MAX_SIZE = 1 << 20
 """Largest value of any other size, such as elements of a head, or tokens of a window or block."""
 
 MAX_UNITS = 1 << 20
-"""Most heads, channels or other units of all layers together, because a plan is verified unit by
-unit. Sixty layers of 8,192 channels have half as many."""
+"""Most heads, channels or other units of all layers together, of which arguments describe any
+number. Sixty layers of 8,192 channels have half as many."""
 
 
 def require_size(name: str, value: int, largest: int = MAX_SIZE) -> None:
@@ -27,7 +27,7 @@ def require_size(name: str, value: int, largest: int = MAX_SIZE) -> None:
 
 
 def require_units(num_units: int) -> None:
-    """Check that the units of all layers are few enough to be verified one by one.
+    """Check that the units of all layers are few enough to be planned in seconds.
 
     Raises:
         ValueError: There are too many.

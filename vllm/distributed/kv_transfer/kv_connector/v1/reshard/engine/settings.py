@@ -91,8 +91,6 @@ class Settings(
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
             None with UCX for 10,000 on CPU and elsewhere 0, which takes a core, and with other
             backends for 100.
-        verify_plans: Whether each plan is checked by an independent method, which takes many times
-            as long as planning; to look for a defect of the connector.
         enable_cross_layers_blocks: Makes nothing faster. On 0.22.1 the caches of all layers lie in
             one tensor; later it does nothing.
     """
@@ -127,7 +125,6 @@ class Settings(
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
-    verify_plans: bool = False
     early_dispatch: bool = False
     seed_first_token: bool = False
 

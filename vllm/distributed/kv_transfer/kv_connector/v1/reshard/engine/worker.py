@@ -190,9 +190,7 @@ class ReshardWorker:
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(
-                local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
-            ),
+            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
             lambda address: client.request(address, required),
         )
         description = WorkerDescription(
