@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
@@ -27,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
     plan_reshard,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )

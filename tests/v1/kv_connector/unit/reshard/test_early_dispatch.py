@@ -6,7 +6,6 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
@@ -110,31 +109,6 @@ def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     d.serving.add(offered, coordinates(p, remote_request_id="y"), first_token=500)
     until(lambda: len(d.serving.finished) == 2, p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["serial", "early"])
-def test_handover_is_measured_once(pair, early, monkeypatch):
-    """By the scheduler, from the offer on, whatever a request has waited for prefill before."""
-    p, d = pair({}, {"tp": 2})
-    connector, told = d.serving.scheduler.connector, []
-    take = connector.get_kv_connector_stats
-    # vLLM's scheduler asks for them in each step; that of 0.22.1 where workers have some, too.
-    monkeypatch.setattr(
-        connector, "get_kv_connector_stats", lambda: told.append(take()) or told[-1]
-    )
-    if early:
-        d.serving.add(DECODED, coordinates(p), max_tokens=2)
-        until(lambda: all(map(len, d.engine.early.values())), d)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    compute(p)
-    offered_s = time.monotonic()
-    if not early:
-        d.serving.add(DECODED, p.serving.handed_over[PREFILLED], max_tokens=2)
-    until(lambda: is_quiet(p, d), p, d)
-    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    told.append(take())
-    (handover_s,) = [each for stats in told if stats for each in stats.data["handover_seconds"]]
-    assert 0 < handover_s < time.monotonic() - offered_s
 
 
 def test_request_that_is_offered_already_is_read_at_once(pair):

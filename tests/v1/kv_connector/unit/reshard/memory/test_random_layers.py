@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
 from tests.v1.kv_connector.unit.reshard.memory.cases import select
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
@@ -34,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     TokenShare,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
 
 NUM_IDS, NUM_TOKENS = 5, 24

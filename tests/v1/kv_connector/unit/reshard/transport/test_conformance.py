@@ -28,6 +28,7 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     sequence_of,
 )
 from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
@@ -37,7 +38,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Prepared,

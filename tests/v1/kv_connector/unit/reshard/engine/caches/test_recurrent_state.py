@@ -40,6 +40,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     stats_with,
 )
 from tests.v1.kv_connector.unit.reshard.memory.cases import select
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     recurrent_state as state_module,
@@ -73,7 +74,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     BoardUpdate,
     Record,

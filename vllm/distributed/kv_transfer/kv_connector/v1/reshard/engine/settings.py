@@ -77,13 +77,7 @@ class Settings(
         decoder_kv_blocks_ttl: With `bidirectional_kv_xfer`: seconds that a decode engine offers the
             blocks of a turn.
         transfer_strategy: `direct` reads into blocks; `staged` reads by way of an arena; `auto`
-            chooses for each read by the next three options.
-        staging_max_descriptor_bytes: With `auto`: largest average size of a read's direct
-            descriptors, once merged, for which it is staged.
-        staging_min_merge_factor: With `auto`: least number of direct descriptors that staging must
-            merge into one.
-        staging_min_descriptors: With `auto`: least number of direct descriptors of a read that is
-            staged.
+            chooses for each read.
         staging_arena_bytes: Size of the arena on each worker that reads; None for a sixteenth of
             the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
         backends: NIXL backends, in order of preference.
@@ -93,8 +87,6 @@ class Settings(
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
             None with UCX for 10,000 on CPU and elsewhere 0, which takes a core, and with other
             backends for 100.
-        verify_plans: Whether each plan is checked by an independent method, which takes many times
-            as long as planning; to look for a defect of the connector.
         enable_cross_layers_blocks: Makes nothing faster. On 0.22.1 the caches of all layers lie in
             one tensor; later it does nothing.
     """
@@ -122,15 +114,11 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
-    staging_max_descriptor_bytes: _Bytes = StagingPolicy().max_descriptor_bytes
-    staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
-    staging_min_descriptors: _Count = StagingPolicy().min_descriptors
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
-    verify_plans: bool = False
     early_dispatch: bool = False
     seed_first_token: bool = False
 
@@ -149,13 +137,7 @@ class Settings(
 
     def staging_policy(self) -> StagingPolicy | None:
         """Return the policy that selects staged reads; None unless the strategy is `auto`."""
-        if self.transfer_strategy != "auto":
-            return None
-        return StagingPolicy(
-            self.staging_max_descriptor_bytes,
-            self.staging_min_merge_factor,
-            self.staging_min_descriptors,
-        )
+        return StagingPolicy() if self.transfer_strategy == "auto" else None
 
     def lanes(self) -> int:
         """Return the number of agents to read with, chosen by the backends if not set.

@@ -160,8 +160,6 @@ class ReshardStats(NixlKVConnectorStats):
 
         handshake_seconds      duration of each successful handshake
         prefill_wait_seconds   time that each early-dispatched request waited for its offer
-        handover_seconds       time to the first token of each request that was read, from when it
-                               had arrived here and its prompt was offered
         exposed_transfer_seconds
                                delay that transfer added to each request that was read: from its
                                offer, as far as this worker knows, until it is received
@@ -208,10 +206,6 @@ class ReshardStats(NixlKVConnectorStats):
     def record_prefill_wait(self, duration_s: float) -> None:
         """Record the wait for an early-dispatched request's offer."""
         self.data["prefill_wait_seconds"].append(duration_s)
-
-    def record_handover(self, duration_s: float) -> None:
-        """Record the time until a request that was read has its first token."""
-        self.data["handover_seconds"].append(duration_s)
 
     def record_exposed_transfer(self, duration_s: float) -> None:
         """Record the delay that transfer added to a request that is received."""
@@ -358,12 +352,6 @@ _METRICS = {
         "vllm:nixl_prefill_wait_seconds",
         "Time from a request that was sent to both engines until its blocks are offered, on each "
         "decode worker. One that was offered at the first look is not counted.",
-    ),
-    "handover_seconds": _Metric(
-        Histogram,
-        "vllm:nixl_handover_seconds",
-        "Time from a request's arrival at the decode engine and its offer, as far as that engine "
-        "knows, until its first token. Only of requests that were read.",
     ),
     "exposed_transfer_seconds": _Metric(
         Histogram,

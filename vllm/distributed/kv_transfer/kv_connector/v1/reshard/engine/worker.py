@@ -190,9 +190,7 @@ class ReshardWorker:
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(
-                local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
-            ),
+            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
             lambda address: client.request(address, required),
         )
         description = WorkerDescription(
@@ -243,9 +241,6 @@ class ReshardWorker:
     def take_news(self) -> WorkerNews:
         """Return the other news for the scheduler, collected since the last call."""
         news, self._report.news = self._report.news, WorkerNews()
-        offered_at_s, self._report.offered_at_s = self._report.offered_at_s, {}
-        now_s = self._clock()
-        news.offered_s = {request_id: now_s - at_s for request_id, at_s in offered_at_s.items()}
         return news
 
     def take_stats(self) -> ReshardStats | None:

@@ -359,8 +359,6 @@ class ConsumerSide:
         except Exception:
             _log_cut_short(request)
         self._report.received.add(request.request_id)
-        if request.fault is None:
-            self._report.offered_at_s[request.request_id] = request.offered_at_s
         del self._requests[request.request_id]
         request.enter(ReadState.ENDED, self._now_s)
 

@@ -53,7 +53,6 @@ from ..weights import Adapters
 from .awaiting import AwaitedRequests
 from .board_updates import BoardUpdates, scheduled_in
 from .first_tokens import open_first_tokens
-from .handovers import Handovers
 from .idling import Idling, may_rest
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
@@ -141,7 +140,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._stats.record_first_token,
             prefills_all=not (has_windows or self._num_left_to_decode()),
         )
-        self._handovers = Handovers(self._stats.record_handover)
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -276,7 +274,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
-                self._handovers.begin(request, is_early=is_early(params))
                 named = RemoteRequest(address_of(source), source.remote_request_id)
                 if is_early(params):
                     num_blocks = self._counts.num_blocks(request.num_tokens)
@@ -361,7 +358,6 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
-        self._handovers.advance()
         self._board_updates.compute(scheduled_in(scheduler_output))
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # Further fields are for upstream's worker.
@@ -410,8 +406,6 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self._stop_heartbeat(request_id)
             self._parking.hear(told.begun, told.may_have_blocks, told.faults)
             self.first_tokens.hear(told.first_tokens)
-            self._handovers.hear(told.offered_s)
-            self._handovers.fail((*told.failed, *told.faults))
         self._board_updates.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
@@ -458,7 +452,6 @@ class ReshardScheduler(NixlConnectorScheduler):
           a preemption can still end the request.
         """
         self.first_tokens.finish(request.request_id)
-        self._handovers.finish(request.request_id)
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
