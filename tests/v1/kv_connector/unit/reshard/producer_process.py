@@ -3,58 +3,55 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
+
+import psutil
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import DEADLINE_S, Engine, Progress, fill
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 
-ROOT = Path(__file__).parents[5]
 BLOCKS = [5, 2, 9]
+_ANSWER_S = 120.0
 
 
 @contextmanager
-def serving_producer(
-    head_size: int,
-) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
-    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(head_size)],
-        cwd=ROOT,
-        # A read of a process that has been stopped does not get on, whatever memory is shared.
-        env={**os.environ, "UCX_TLS": "tcp"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+def serving_producer(head_size: int) -> Iterator[tuple[psutil.Process, RemoteEngineAddress]]:
+    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves.
+
+    It is forked from one that has imported all, which takes seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pipe, child = context.Pipe()
+    process = context.Process(target=_serve, args=(child, head_size), daemon=True)
+    process.start()
+    child.close()
     try:
-        said = next(line for line in process.stdout if line.startswith("serving "))
-        yield process, RemoteEngineAddress(*json.loads(said.removeprefix("serving ")))
+        assert pipe.poll(_ANSWER_S), "the producer does not answer"
+        yield psutil.Process(process.pid), pipe.recv()
     finally:
         process.kill()
-        process.communicate()
+        process.join()
+        pipe.close()
 
 
-def _serve(head_size: int) -> None:
+def _serve(pipe: Connection, head_size: int) -> None:
     """Hold the requests until the process is ended."""
+    # A read of a process that has been stopped does not get on, whatever memory is shared.
+    os.environ["UCX_TLS"] = "tcp"
     engine = Engine("prefill", head_size=head_size)
     address = engine.serve()
     fill(engine, BLOCKS)
     engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
-    print("\nserving", json.dumps([address.engine_id, address.host, address.port]), flush=True)
+    pipe.send(address)
     progress = Progress(engine)
     while True:
         progress.step()
         time.sleep(1e-3)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
