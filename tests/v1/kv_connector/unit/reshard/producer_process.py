@@ -3,43 +3,38 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-
-import psutil
+from multiprocessing.process import BaseProcess
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import DEADLINE_S, Engine, Progress, fill
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 
 BLOCKS = [5, 2, 9]
-_ANSWER_S = 120.0
 
 
 @contextmanager
-def serving_producer(head_size: int) -> Iterator[tuple[psutil.Process, RemoteEngineAddress]]:
-    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves.
-
-    It is forked from one that has imported all, which takes seconds.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pipe, child = context.Pipe()
-    process = context.Process(target=_serve, args=(child, head_size), daemon=True)
+def serving_producer(head_size: int) -> Iterator[tuple[BaseProcess, RemoteEngineAddress]]:
+    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves."""
+    context = forking()
+    ours, theirs = context.Pipe()
+    # It has a process of its own, too.
+    process = context.Process(target=_serve, args=(theirs, head_size))
     process.start()
-    child.close()
+    theirs.close()
     try:
-        assert pipe.poll(_ANSWER_S), "the producer does not answer"
-        yield psutil.Process(process.pid), pipe.recv()
+        assert ours.poll(ANSWER_S), "the producer does not answer"
+        yield process, ours.recv()
     finally:
         process.kill()
         process.join()
-        pipe.close()
+        ours.close()
 
 
 def _serve(pipe: Connection, head_size: int) -> None:
