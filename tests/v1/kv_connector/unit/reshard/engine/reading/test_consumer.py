@@ -94,7 +94,7 @@ def lanes() -> Lanes:
         made.set_result(Lane(MemoryAgent(f"lane-{uuid.uuid4()}")))
         return made
 
-    return Lanes(make, 1)
+    return Lanes(make)
 
 
 class Read:

@@ -82,8 +82,6 @@ class Settings(
             the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
         backends: NIXL backends, in order of preference.
         num_threads: Threads of NIXL's UCX backend.
-        num_lanes: NIXL agents to read with, 1 to 64, shared by all peers; None for 4 with UCX, and
-            1 with backends whose agents need a progress thread.
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
             None with UCX for 10,000 on CPU and elsewhere 0, which takes a core, and with other
             backends for 100.
@@ -118,7 +116,6 @@ class Settings(
     allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
-    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     early_dispatch: bool = False
     seed_first_token: bool = False
 
@@ -138,13 +135,6 @@ class Settings(
     def staging_policy(self) -> StagingPolicy | None:
         """Return the policy that selects staged reads; None unless the strategy is `auto`."""
         return StagingPolicy() if self.transfer_strategy == "auto" else None
-
-    def lanes(self) -> int:
-        """Return the number of agents to read with, chosen by the backends if not set.
-
-        An agent that needs NIXL's progress thread may occupy a core while it is idle.
-        """
-        return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """Return the rest of NIXL's progress thread, chosen by backends and device if not set."""

@@ -108,7 +108,7 @@ class ReshardWorker:
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
-        lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
+        lanes = Lanes(lambda: self._waking(self._dialer.make_lane()))
         renewals = Renewals(self._settings.lease_s)
         peers = PeerTable(
             self._dial,

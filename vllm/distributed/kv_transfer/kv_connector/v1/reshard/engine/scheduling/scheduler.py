@@ -163,12 +163,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
         both_ways = self.is_bidirectional_kv_xfer_enabled
-        self._log_served(self._server.port, reads=transfer_config.is_kv_consumer or both_ways)
+        self._log_served(self._server.port)
         if self._is_ahead and (transfer_config.is_kv_producer or both_ways):
             host = host_for_workers(self.vllm_config.parallel_config, self.side_channel_host)
             self._offers.announce_from(host)
 
-    def _log_served(self, port: int, *, reads: bool) -> None:
+    def _log_served(self, port: int) -> None:
         """Log where other engines ask this one what it is, and what they are told."""
         config, settings = self.vllm_config.parallel_config, self._settings
         sizes = {
@@ -177,7 +177,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             ", PCP %d": config.prefill_context_parallel_size,
         }
         logger.info(
-            "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s%s.%s",
+            "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s.%s",
             quote(self.engine_id),
             quote(self.side_channel_host),
             port,
@@ -185,7 +185,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             config.pipeline_parallel_size,
             one_line("".join(text % size for text, size in sizes.items() if size > 1)),
             one_line(" ".join(settings.backends)),
-            f", {settings.lanes()} lanes" if reads else "",
             _ASK_UCX if "UCX" in settings.backends else "",
         )
 
