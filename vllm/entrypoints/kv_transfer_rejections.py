@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from fastapi import Request
+    from pydantic import BaseModel
     from vllm.engine.protocol import EngineClient
 
 logger = init_logger(__name__)
@@ -48,7 +49,7 @@ async def tell_connector(request: Request) -> None:
         await _give_up(engine, body.get("kv_transfer_params"))
 
 
-async def tell_of_beam_search(engine: EngineClient, request: object) -> None:
+async def tell_of_beam_search(engine: EngineClient, request: BaseModel) -> None:
     """Have the connector release what a request for beam search was to read.
 
     Args:
@@ -56,8 +57,9 @@ async def tell_of_beam_search(engine: EngineClient, request: object) -> None:
         request: A request of any of the server's protocols.
     """
     # Not all protocols have it.
-    if getattr(request, "use_beam_search", False):
-        await _give_up(engine, getattr(request, "kv_transfer_params", None))
+    asked = request.model_dump(include={"use_beam_search", "kv_transfer_params"})
+    if asked.get("use_beam_search"):
+        await _give_up(engine, asked.get("kv_transfer_params"))
 
 
 async def _give_up(engine: EngineClient, params: Any) -> None:

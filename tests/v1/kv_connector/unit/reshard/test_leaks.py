@@ -142,6 +142,7 @@ def test_scheduler_forgets_its_requests(asked, ended, monkeypatch):
         one.status = ended
         owner.request_finished(one, ([5, 2, 9],))
         owner.build_connector_meta(SchedulerOutput.make_empty())
+        owner.take_stats()
     try:
         after = sizes(owner)
         assert after.pop(remembered) <= 100 < NUM_REQUESTS

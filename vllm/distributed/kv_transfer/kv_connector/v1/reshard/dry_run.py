@@ -212,7 +212,7 @@ class _Engine:
         from vllm.transformers_utils.config import get_config
 
         config = get_config(self._args.model, self._args.trust_remote_code)
-        return getattr(config, "quantization_config", None)
+        return vars(config).get("quantization_config")
 
     def _make_stage(self, stage: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return a stage's configuration, and each layer's specification and backend."""
@@ -307,12 +307,19 @@ class _Engine:
 
 def _spec_of(group: Any, name: str) -> Any:
     """Return a layer's own specification."""
-    return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+    return _specs_of(group.kv_cache_spec).get(name, group.kv_cache_spec)
+
+
+def _specs_of(spec: Any) -> dict[str, Any]:
+    """Return the specifications of a group whose layers have each its own; empty for others."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {}
 
 
 def _kept_by(spec: Any) -> dict[str, int]:
     """Return the last tokens, or the tokens of a chunk, that a group keeps; empty for all."""
-    first = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    first = next(iter(_specs_of(spec).values()), spec)
     name = type(first).__name__
     if "SlidingWindow" in name:
         return {"window": first.sliding_window}

@@ -239,7 +239,8 @@ def kv_cache_configs(
 ) -> list[KVCacheConfig]:
     """Return each worker's groups and sizes, and settle how tokens are dealt to sharing ranks.
 
-    Both have moved in 0.33, where engines do the latter from groups alone.
+    Both stand elsewhere since 0.33, where engines do the latter from groups alone. Those of 0.22.1
+    are not asked: see `ENGINES_CAN_BE_ASKED`.
 
     Args:
         vllm_config: The engine's configuration.

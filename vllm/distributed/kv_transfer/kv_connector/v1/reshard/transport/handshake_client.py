@@ -486,8 +486,8 @@ def _typed(fault: Exception) -> ReshardError:
         return RemoteHandshakeError(
             f"{one_line(fault)}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
         )
-    is_limit = getattr(fault, "errno", None) in (errno.EMFILE, errno.ENFILE)
-    if is_limit or isinstance(fault, RuntimeError):
+    number = fault.errno if isinstance(fault, OSError | zmq.ZMQError) else None
+    if number in (errno.EMFILE, errno.ENFILE) or isinstance(fault, RuntimeError):
         return LocalLimitError(
             f"not asked ({one_line(fault)}): see who names so many hosts, and raise this process's "
             "limits of open files (ulimit -n) and threads"
