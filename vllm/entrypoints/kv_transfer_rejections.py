@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from fastapi import Request
-    from pydantic import BaseModel
     from vllm.engine.protocol import EngineClient
 
 logger = init_logger(__name__)
@@ -49,7 +48,7 @@ async def tell_connector(request: Request) -> None:
         await _give_up(engine, body.get("kv_transfer_params"))
 
 
-async def tell_of_beam_search(engine: EngineClient, request: BaseModel) -> None:
+async def tell_of_beam_search(engine: EngineClient, request: object) -> None:
     """Have the connector release what a request for beam search was to read.
 
     Args:
@@ -57,7 +56,7 @@ async def tell_of_beam_search(engine: EngineClient, request: BaseModel) -> None:
         request: A request of any of the server's protocols.
     """
     # Not all protocols have it.
-    asked = request.model_dump(include={"use_beam_search", "kv_transfer_params"})
+    asked = vars(request)
     if asked.get("use_beam_search"):
         await _give_up(engine, asked.get("kv_transfer_params"))
 
