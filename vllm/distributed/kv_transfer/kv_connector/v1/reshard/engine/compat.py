@@ -247,13 +247,21 @@ def kv_cache_configs(
         specs: The specification of each worker's layers, by name.
         memory_bytes: Memory of each worker for its caches.
     """
+    found: list[KVCacheConfig]
     if _IS_BEFORE_0_33:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-    else:
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
-    found: list[KVCacheConfig] = get_kv_cache_configs(vllm_config, specs, memory_bytes)
-    told: Any = found[0] if _IS_BEFORE_0_33 else found[0].kv_cache_groups
-    vllm_config.adjust_dcp_kv_cache_interleave_size(told)
+
+        found = get_kv_cache_configs(vllm_config, specs, memory_bytes)
+        vllm_config.adjust_dcp_kv_cache_interleave_size(found[0])
+        return found
+    from vllm.v1.core import kv_cache_planning
+
+    # As the engine core does when it starts.
+    groups = kv_cache_planning.get_global_kv_cache_groups(vllm_config, specs)
+    vllm_config.adjust_dcp_kv_cache_interleave_size(groups)
+    found = kv_cache_planning.get_kv_cache_configs(vllm_config, specs, memory_bytes, groups)
+    for each in found:
+        each.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
     return found
 
 
