@@ -75,6 +75,10 @@ class HandshakeFailure(str, Enum):
     """A defect of the connector: report the line in the log."""
 
 
+_MOST_REQUESTS = 10_000
+"""Requests counted until the count is taken; more than begin in any step."""
+
+
 class ReadFailure(str, Enum):
     """Why the blocks of a request could not be read."""
 
@@ -225,7 +229,9 @@ class ReshardStats(NixlKVConnectorStats):
     def record_request(self, *, has_params: bool) -> None:
         """Record a new request."""
         kind = RequestParameters.YES if has_params else RequestParameters.NO
-        self.data["requests"].append(kind.value)
+        # Where workers count nothing, nobody may ever take it.
+        if len(self.data["requests"]) < _MOST_REQUESTS:
+            self.data["requests"].append(kind.value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """Record a request that could not be read; among upstream's counts as upstream does."""
