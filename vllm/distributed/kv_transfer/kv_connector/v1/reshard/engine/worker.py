@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 
 from ..memory.cache import RankCache
 from ..plan.shards import Shard
-from ..protocol.board import Board
 from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
@@ -30,7 +29,6 @@ from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
-from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
 from ..transport.probe import MetadataProbe
@@ -49,8 +47,7 @@ from .connecting.dialer import Dialer, LocalEndpoint
 from .connecting.peers import PeerTable
 from .connector_thread import ConnectorThread
 from .devices import CacheDevice
-from .early.requests import EarlyRequests
-from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
+from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .producer import ProducerSide
 from .reading.consumer import ConsumerSide
 from .reading.notifier import Notifier
@@ -118,12 +115,9 @@ class ReshardWorker:
             lambda: renewals.sources,
         )
         notifier = Notifier(self._name, stats)
-        is_early = self._settings.early_dispatch
-        early = EarlyRequests(peers, stats.record_prefill_wait) if is_early else None
-        board = Board(engine_id) if is_early else None
         self._transfer_engine = TransferEngine(
             agent,
-            ProducerSide(agent, self._settings.lease_s, stats, self._name, board),
+            ProducerSide(agent, self._settings.lease_s, stats, self._name),
             peers,
             self._transfers,
             ConsumerSide(
@@ -137,7 +131,6 @@ class ReshardWorker:
             notifier,
             renewals,
             stats,
-            early=early,
         )
         self._clock = clock
         self._thread = ConnectorThread(
@@ -199,7 +192,6 @@ class ReshardWorker:
             cache,
             transfer_engine.producer.table_address,
             transfer_engine.agent.metadata(),
-            transfer_engine.producer.board_address,
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
@@ -209,11 +201,7 @@ class ReshardWorker:
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over the scheduler's metadata of this step, without blocking."""
-        self._thread.begin_step(is_idle=metadata.is_idle)
-        if metadata.doorbell is not None:
-            self._thread.ringer = open_ringer(
-                metadata.doorbell, str(self._rank), self._helpers_cores()
-            )
+        self._thread.begin_step()
         if metadata.announcer is not None:
             self._listener = listen_to(
                 metadata.announcer, self._submit_announcement, self._helpers_cores()
@@ -237,11 +225,6 @@ class ReshardWorker:
         """Return the requests collected as failed since the last call, with their blocks."""
         failed, self._report.failed = self._report.failed, {}
         return failed
-
-    def take_news(self) -> WorkerNews:
-        """Return the other news for the scheduler, collected since the last call."""
-        news, self._report.news = self._report.news, WorkerNews()
-        return news
 
     def take_stats(self) -> ReshardStats | None:
         """Return the metrics collected since the last call; None without any."""

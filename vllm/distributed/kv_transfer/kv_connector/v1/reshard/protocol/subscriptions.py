@@ -98,6 +98,9 @@ class Computed(msgspec.Struct, frozen=True, array_like=True, tag="computed"):
 
     Attributes:
         asker: Number of the question.
+        engine_id: The prefill engine.
+        host: Host of its side channel, as it knows it.
+        port: TCP port of its side channel.
         request_id: The prefill engine's id of the request.
         attempt: Number of the attempt to compute it; another one once it is begun anew.
         num_tokens: Number of its tokens that are computed.
@@ -106,6 +109,9 @@ class Computed(msgspec.Struct, frozen=True, array_like=True, tag="computed"):
     """
 
     asker: str
+    engine_id: _Text
+    host: _Text
+    port: Annotated[int, Meta(ge=1, lt=1 << 16)]
     request_id: _Text
     attempt: _Count
     num_tokens: _Count
@@ -114,10 +120,17 @@ class Computed(msgspec.Struct, frozen=True, array_like=True, tag="computed"):
 
 
 class Offered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
-    """The request is held for a reader; with the parameters for the decode engine."""
+    """The request is held for a reader.
+
+    Attributes:
+        asker: Number of the question.
+        params: The parameters for the decode engine, as routers pass them on.
+        attempt: Number of the attempt that has computed it.
+    """
 
     asker: str
     params: dict[str, Any]
+    attempt: _Count
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
@@ -202,6 +215,7 @@ class _Prompt:
         asker: Who is told of it; empty if nobody is yet.
         computed: What is computed of it; None before.
         params: The parameters of its offer; None before.
+        attempt: Number of the attempt that has computed it.
     """
 
     request_id: RequestId
@@ -210,11 +224,12 @@ class _Prompt:
     asker: str = ""
     computed: Computed | None = None
     params: dict[str, Any] | None = None
+    attempt: int = 0
 
     def news(self) -> News:
         """What its asker is told."""
         if self.params is not None:
-            return Offered(self.asker, self.params)
+            return Offered(self.asker, self.params, self.attempt)
         if self.computed is not None:
             return msgspec.structs.replace(self.computed, asker=self.asker)
         return Known(self.asker)
@@ -292,10 +307,10 @@ class Publisher:
             prompt.computed = computed
             self._tell(prompt)
 
-    def offer(self, request_id: RequestId, params: dict[str, Any]) -> None:
+    def offer(self, request_id: RequestId, params: dict[str, Any], attempt: int) -> None:
         """Note that a request is held for its reader."""
         if (prompt := self._prompts.get(request_id)) is not None:
-            prompt.params = params
+            prompt.params, prompt.attempt = params, attempt
             self._tell(prompt)
 
     def end(self, request_id: RequestId, reason: str) -> None:

@@ -288,7 +288,9 @@ class Subscriber:
         finally:
             if channel.accepting is session:
                 channel.accepting = None
-            again = {each.asker: each for each in session.asked.values() if isinstance(each, Ask)}
+            again: dict[str, Question] = {
+                each.asker: each for each in session.asked.values() if isinstance(each, Ask)
+            }
             for asker in session.asked.keys() - again.keys():
                 # Whoever has left is not waited for over another connection.
                 self._settle(channel, Gone(asker, "the connection has ended"))
@@ -329,7 +331,7 @@ class Subscriber:
 
     async def _send_all(
         self, channel: _Channel, session: _Session, client: zmq.asyncio.Socket
-    ) -> NoReturn:
+    ) -> None:
         """Send the questions of the queue, as many as one connection may."""
         num_bytes = num_messages = 0
         while num_bytes < _QUESTION_BYTES and num_messages < _MAX_MESSAGES:
@@ -344,7 +346,7 @@ class Subscriber:
         # Another session sends the rest; this one hears what it has asked for.
         channel.accepting = None
         channel.changed.set()
-        return await asyncio.Future()
+        await asyncio.Future()
 
     async def _hear_all(
         self, channel: _Channel, session: _Session, client: zmq.asyncio.Socket, engine_id: str

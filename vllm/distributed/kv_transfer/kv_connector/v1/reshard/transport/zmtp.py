@@ -137,9 +137,7 @@ async def connected(
     Raises:
         OSError: The connection failed, or there are no more file descriptors.
     """
-    infos = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, *_, place = infos[0]
     with socket.socket(family) as peer:
         peer.setblocking(False)
