@@ -22,6 +22,7 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
     PREFILLED,
     TOLD_WITHIN_S,
     WINDOW_TOKENS,
+    add_both,
     assert_ended_by,
     begin_chunk,
     begin_last_chunk,
@@ -33,15 +34,15 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
     is_allocated,
     is_known,
     is_quiet,
-    look_again,
     parked,
     prefetch,
+    scheduler_of,
+    until_claimed,
     wait_until_known,
 )
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
@@ -87,7 +88,7 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     assert any(each and each.data["prefill_wait_seconds"] for each in stats)
 
 
-def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
+def test_two_full_engines_do_not_wait_for_each_other(pair):
     """What still needs blocks there has none here, where what is offered there needs them."""
     p, d = pair()
     # As where several prompts have been admitted together, each with room for itself.
@@ -101,7 +102,7 @@ def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    until(lambda: is_known(watches), p, d)
+    until(lambda: is_known(d), p, d)
     for _ in range(20):
         p.step()
         d.step()
@@ -154,13 +155,13 @@ def test_serial_router_passes_blocks_on_as_before(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks, clock, watches):
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks, clock):
     """By the policy: an error, or the prompt is computed."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
+    wait_until_known(p, d, clock, has_blocks=has_blocks)
     p.serving.abort(PREFILLED)
     clock.until(lambda: is_quiet(p, d), p, d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -169,7 +170,7 @@ def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks,
 @pytest.mark.parametrize("policy", POLICIES)
 def test_request_that_is_never_known_fails(pair, policy, monkeypatch):
     """After ten seconds, which are fewer here; the log says what to look at."""
-    monkeypatch.setattr(watch, "KNOWN_WITHIN_S", 0.3)
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.3)
     p, d = pair(policy=policy)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
@@ -249,13 +250,13 @@ def test_engine_that_has_restarted_is_followed(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock, watches):
+def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock):
     """As soon as it cannot be asked any more."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
+    wait_until_known(p, d, clock, has_blocks=has_blocks)
     p.engine.close()
     clock.until(lambda: is_quiet(d), d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -588,7 +589,7 @@ def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting, wat
     begin_chunk(p)()
     begin_chunk(p)()
     end = begin_chunk(p)
-    until(lambda: is_known(watches), d)
+    until(lambda: is_known(d), d)
     look_again(watches, d)
     assert parked(d) and not is_allocated(d)
     end()
