@@ -100,14 +100,22 @@ class Serving:
         self._take_up(request)
         return request
 
+    def refuse(self, request_id: str, params: dict) -> None:
+        """The API server refuses a request: vLLM makes one up in its place."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        self._take_up(Request(request_id, [0], sampling, None, abort_immediately=True))
+
     def _take_up(self, request: Request) -> None:
         """Add a request to the scheduler, unless it is held back."""
         resume = partial(self._resumed.append, request)
         if self.holds and self.scheduler.connector.hold_back(request, resume):
-            self.held[request.request_id] = request
+            if not request.abort_immediately:
+                self.held[request.request_id] = request
             return
         self.held.pop(request.request_id, None)
         self.scheduler.add_request(request)
+        if request.abort_immediately:
+            self.abort(request.request_id)
 
     def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
         """One step; returns the tokens scheduled.

@@ -6,6 +6,7 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -56,36 +57,36 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     assert params["remote_block_ids"] and params["remote_request_id"] == PREFILLED
 
 
+def note_waits(d, monkeypatch) -> list[float]:
+    """Return how long requests have waited for their prefill, as that is recorded."""
+    waits: list[float] = []
+    monkeypatch.setattr(scheduler_of(d)._stats, "record_prefill_wait", waits.append)
+    return waits
+
+
 @LAYOUTS
-def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
-    """It has blocks once its last chunk is computed; then it is offered, and read, and right."""
+def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode, monkeypatch):
+    """It has blocks once it is offered, and is read, and right."""
     p, d = pair(prefill, decode)
-    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    waits = note_waits(d, monkeypatch)
+    request = d.serving.add(DECODED, coordinates(p), max_tokens=2)
     for _ in range(20):
         assert d.step() == {}
     assert parked(d) and not is_allocated(d)
-    cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
-    p.step()
+    end = begin_last_chunk(p)
+    until(lambda: is_known(d), d)
     for _ in range(20):
         assert d.step() == {}
     assert parked(d) and not is_allocated(d)
-    end = begin_last_chunk(p)
-    until(lambda: is_allocated(d), d)
-    assert not parked(d)
-    request = d.serving.scheduler.requests[DECODED]
-    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    for _ in range(20):
-        d.step()
-    assert request.num_output_tokens == 0
     whole = end()
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     until(lambda: request.num_output_tokens > 0, p, d)
     assert_received(d.engine, blocks[:3], whole)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    stats = [worker.take_stats() for worker in d.engine.workers.values()]
-    # A worker that was connected late may have found it offered.
-    assert any(each and each.data["prefill_wait_seconds"] for each in stats)
+    assert len(waits) == 1
 
 
 def test_two_full_engines_do_not_wait_for_each_other(pair):
@@ -112,24 +113,23 @@ def test_two_full_engines_do_not_wait_for_each_other(pair):
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
 
 
-def test_request_that_is_offered_already_is_read_at_once(pair):
+def test_request_that_is_offered_already_is_read_at_once(pair, monkeypatch):
     """The first one of a router goes to one engine after the other, and names no blocks either."""
     p, d = pair()
+    waits = note_waits(d, monkeypatch)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     compute(p)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    (worker,) = d.engine.workers.values()
-    assert not worker.take_stats().data["prefill_wait_seconds"]
+    assert not waits
 
 
 def test_replicas_of_prefill_context_parallelism_show_nothing(pair):
     """What a request waits for is seen where it is read; nothing is left of it at the replicas."""
     p, d = pair(num_replicas=1)
-    d.serving.add(DECODED, coordinates(p))
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    add_both(p, d)
     end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
@@ -148,7 +148,7 @@ def test_serial_router_passes_blocks_on_as_before(pair):
     d.serving.add(DECODED, p.serving.handed_over[PREFILLED])
     d.step()
     (receive,) = d.serving.told.receive.values()
-    assert not receive.is_early and any(receive.remote_block_ids)
+    assert any(receive.remote_block_ids)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
 
@@ -177,17 +177,124 @@ def test_request_that_is_never_known_fails(pair, policy, monkeypatch):
     assert_ended_by(policy, d)
 
 
-def test_requests_of_one_name_are_not_guessed(pair):
-    """Two clients with one X-Request-Id: neither reads the other's."""
-    p, d = pair(policy="recompute")
-    cut_prompts(p)
-    for request_id in (PREFILLED, "cmpl-x-0-cccccccc"):
-        p.serving.add(request_id, {"do_remote_decode": True})
+def test_requests_of_one_name_are_told_apart_by_their_prompts(pair):
+    """Two clients with one X-Request-Id: each reads its own, in whatever order they come."""
+    p, d = pair()
+    others = "cmpl-x-0-cccccccc", "cmpl-x-0-dddddddd"
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(others[1], coordinates(p), first_token=500)
+    p.serving.add(others[0], {"do_remote_decode": True}, first_token=500)
     d.serving.add(DECODED, coordinates(p))
-    until(lambda: DECODED in d.serving.finished, p, d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_requests_of_one_name_after_one_another(pair):
+    """A client that uses its X-Request-Id again is answered each time."""
+    p, d = pair()
+    for number in range(5):
+        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", {"do_remote_decode": True})
+        name = f"cmpl-x-0-bbbbbbb{number}"
+        d.serving.add(name, coordinates(p))
+        until(lambda name=name: name in d.serving.finished, p, d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_request_whose_names_have_nothing_in_common_is_known_by_its_prompt(pair):
+    """As of /v1/responses, which makes an id of its own at each engine."""
+    p, d = pair()
+    p.serving.add("resp_1-aaaaaaaa", {"do_remote_decode": True})
+    d.serving.add("resp_2-bbbbbbbb", coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {"resp_2-bbbbbbbb": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after its prefill", "before it"])
+def test_request_that_is_refused_is_given_up_there(pair, is_first):
+    """As soon as its prefill ends, and not with its lease."""
+    p, d = pair()
+    asked = {"do_remote_decode": True}
+    if not is_first:
+        p.serving.add(PREFILLED, asked)
+        compute(p)
+    d.serving.refuse(DECODED, coordinates(p))
+    if is_first:
+        until(lambda: scheduler_of(p)._server.publisher.num_subscribers, d)
+        p.serving.add(PREFILLED, asked)
+        until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED), d)
+    until(lambda: is_quiet(p, d), p, d)
+    # The next one of that name is its own.
+    p.serving.add("cmpl-x-0-cccccccc", asked)
+    d.serving.add("cmpl-x-0-dddddddd", coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {"cmpl-x-0-dddddddd": FinishReason.LENGTH}
+    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
+
+
+def test_client_that_leaves_gives_up_none_of_its_next_attempt(pair):
+    """Which has the same name and the same prompt."""
+    p, d = pair()
+    asked = {"do_remote_decode": True}
+    for number in range(5):
+        d.serving.add(f"cmpl-x-0-bbbbbbb{number}", coordinates(p))
+        d.serving.abort(f"cmpl-x-0-bbbbbbb{number}")
+        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", asked)
+        d.serving.add(f"cmpl-x-0-ccccccc{number}", coordinates(p))
+        until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_step_that_takes_long_costs_nobody_a_request(pair, monkeypatch):
+    """The prefill engine takes up requests between steps: a step is no reason to give one up."""
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.2)
+    p, d = pair()
+    p.serving.add("before", num_tokens=BLOCK_TOKENS)
+    scheduled = p.serving.begin()
+    d.serving.add(DECODED, coordinates(p))
+    deadline_s = time.monotonic() + 1.5
+    until(lambda: time.monotonic() > deadline_s, d)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    p.end(scheduled)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished[DECODED] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_engines_that_leave_different_tokens_to_the_decode_engine(pair, policy):
+    """The offer says how many there are, as a router's parameters do."""
+    p, d = pair(policy=policy)
+    scheduler_of(d)._prefill_backoff = lambda: 1
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    # Nobody reads what is offered: only leases end that.
-    assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
+
+
+def test_vllm_that_holds_nothing_back_asks_in_every_step(pair):
+    """As of the plugin: the request waits in vLLM's scheduler, and is read as well."""
+    p, d = pair(holds=False)
+    cut_prompts(p)
+    request = add_both(p, d)
+    end = begin_last_chunk(p)
+    until(lambda: is_allocated(d), d)
+    end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert request.num_output_tokens == 2
+    d.serving.add("cmpl-y-0-bbbbbbbb", coordinates(p, remote_request_id="y"))
+    d.step()
+    d.serving.abort("cmpl-y-0-bbbbbbbb")
+    until(lambda: is_quiet(p, d), p, d)
+
+
+def test_parked_requests_cost_a_step_nothing(pair):
+    """However many there are, vLLM's scheduler does not know them."""
+    p, d = pair()
+    for number in range(200):
+        d.serving.add(f"cmpl-w{number}-0-aaaaaaaa", coordinates(p, remote_request_id=f"w{number}"))
+    d.step()
+    assert not d.serving.scheduler.requests and len(scheduler_of(d)._parking) == 200
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
@@ -197,6 +304,7 @@ def test_client_that_leaves_stops_all(pair, has_blocks):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     d.step()
     end = begin_last_chunk(p) if has_blocks else partial(compute, p)
     if has_blocks:
@@ -270,6 +378,7 @@ def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, po
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     begin_chunk(p)()
     begin_chunk(p)
     clock.until(lambda: bytes_read(d) > 0, d, within_s=PATIENCE_S)
@@ -325,8 +434,9 @@ def test_names_of_llm_ds_routers(pair, asked, told):
     assert not (stats and stats.data["read_failures"])
 
 
-def test_prompts_are_bound_to_their_tokens(pair):
+def test_prompts_are_bound_to_their_tokens(pair, monkeypatch):
     """One name, and other prompts: what was read is not believed."""
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.3)
     p, d = pair()
     p.serving.add(PREFILLED, {"do_remote_decode": True}, first_token=500)
     d.serving.add(DECODED, coordinates(p))
@@ -343,10 +453,9 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     d.step()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    end = begin_last_chunk(p)
+    whole = compute(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished[DECODED] is FinishReason.LENGTH
     # The model has written nothing into what was cached.

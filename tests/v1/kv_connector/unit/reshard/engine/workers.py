@@ -68,7 +68,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
 OFFER = OfferFingerprint(48, 1, 2)
 """What schedulers say is offered, and what they say is wanted."""
-DEADLINE_S = 120.0
+DEADLINE_S = 12.0
 
 
 class Engine:
@@ -243,7 +243,10 @@ class Engine:
     def is_connected_with(self, address: RemoteEngineAddress) -> bool:
         """Whether its only worker has connected all workers of an engine."""
         (transfer_engine,) = self.transfer_engines.values()
-        return transfer_engine.peers.connected_at(address) is not None
+        return any(
+            each.address == address and each.connection is not None
+            for each in transfer_engine.peers
+        )
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
         """Answer handshakes; returns where."""

@@ -255,7 +255,7 @@ class TransferEngine:
         self._news += self.peers.advance(now_s)
         for address, lowered, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
-            self.consumer.trace_handshake(address, duration_s, now_s)
+            self.consumer.note_handshake(address, duration_s, now_s)
             logger.info(
                 "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
                 quote(address.engine_id),

@@ -197,10 +197,14 @@ class ConsumerSide:
                     failed.append(turn.request_id)
         return failed
 
-    def trace_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
-        """Export a trace span of the handshake for each request that waited for it."""
+    def note_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
+        """Wake and trace the requests that have waited for a handshake."""
         for request in self._requests.values():
-            if request.trace is not None and request.receive.source == address:
+            if request.receive.source != address:
+                continue
+            if request.is_early:
+                request.task.wake()
+            if request.trace is not None:
                 request.trace.span("handshake", now_s - took_s, now_s)
 
     def begin(self, now_s: float, budget: Budget) -> None:
@@ -461,10 +465,13 @@ class ConsumerSide:
     def _prefetch(self, request: IncomingRequest, part: Receive) -> None:
         """Read the computed blocks of a request that can be prefetched and were not read before.
 
-        Without a connection, they are read with a later part, or once the request is offered.
+        They wait for the connection, and are read with a later part if too much is in doubt.
         """
         connection = self._peers.get_or_connect(part.source, self._now_s).connection
-        if connection is None or self._doubt.are_too_many:
+        if connection is None:
+            request.computed = part
+            return
+        if self._doubt.are_too_many:
             return
         if (prefetched := request.prefetched) is None:
             legs = (each.leg for each in connection.legs)
