@@ -103,7 +103,9 @@ class Serving:
     def refuse(self, request_id: str, params: dict) -> None:
         """The API server refuses a request: vLLM makes one up in its place."""
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-        self._take_up(Request(request_id, [0], sampling, None, abort_immediately=True))
+        request = Request(request_id, [0], sampling, None)
+        request.abort_immediately = True
+        self._take_up(request)
 
     def _take_up(self, request: Request) -> None:
         """Add a request to the scheduler, unless it is held back."""
@@ -115,7 +117,7 @@ class Serving:
         self.held.pop(request.request_id, None)
         self.scheduler.add_request(request)
         if request.abort_immediately:
-            self.abort(request.request_id)
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
         """One step; returns the tokens scheduled.

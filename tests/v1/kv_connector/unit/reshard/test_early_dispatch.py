@@ -224,6 +224,7 @@ def test_request_that_is_refused_is_given_up_there(pair, is_first):
         p.serving.add(PREFILLED, asked)
         until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED), d)
     until(lambda: is_quiet(p, d), p, d)
+    assert not d.serving.finished
     # The next one of that name is its own.
     p.serving.add("cmpl-x-0-cccccccc", asked)
     d.serving.add("cmpl-x-0-dddddddd", coordinates(p))
@@ -299,7 +300,7 @@ def test_parked_requests_cost_a_step_nothing(pair):
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
 def test_client_that_leaves_stops_all(pair, has_blocks):
-    """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
+    """Its blocks are free at once; nothing is held for it there."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
@@ -312,30 +313,11 @@ def test_client_that_leaves_stops_all(pair, has_blocks):
     d.serving.abort(DECODED)
     until(lambda: not is_allocated(d), d)
     assert PREFILLED not in p.serving.finished
+    until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED))
     end()
-    assert p.serving.num_used_blocks()
     until(lambda: is_quiet(p, d), p, d)
     (stats,) = (each.take_stats() for each in p.engine.workers.values())
     assert stats is None or not stats.data["num_kv_expired_reqs"]
-
-
-def test_prompt_that_is_cached_here_does_not_wait(pair):
-    """It starts at once, and its producer is told once it offers it."""
-    p, d = pair()
-    cut_prompts(p)
-    scheduler = d.serving.scheduler.connector.connector_scheduler
-    d.serving.add("before", max_tokens=1)
-    d.step()
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p))
-    # So that nothing is left to read: as where layers have windows, or a prompt goes on.
-    scheduler._num_to_read = lambda request, num_computed_tokens: (0, False)
-    d.step()
-    d.step()
-    assert d.serving.finished[DECODED] is FinishReason.LENGTH
-    assert PREFILLED not in p.serving.finished
-    compute(p)
-    until(lambda: is_quiet(p, d), p, d)
 
 
 def test_engine_that_has_restarted_is_followed(pair):
@@ -346,13 +328,12 @@ def test_engine_that_has_restarted_is_followed(pair):
     d.serving.add(DECODED, coordinates(p, remote_engine_id="before"))
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    (worker,) = d.engine.workers.values()
-    assert worker.take_stats().data["handshake_failures"] == ["engine_changed"]
     d.serving.add("cmpl-y-0-bbbbbbbb", coordinates(p, remote_engine_id="b", remote_request_id="y"))
     p.serving.add("cmpl-y-0-aaaaaaaa", {"do_remote_decode": True})
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished["cmpl-y-0-bbbbbbbb"] is FinishReason.LENGTH
-    # It is connected under its own name: nobody asks for the one before again.
+    (worker,) = d.engine.workers.values()
+    # It is connected under its own name.
     assert not worker.take_stats().data["handshake_failures"]
 
 
@@ -496,8 +477,7 @@ def test_request_that_is_preempted_here_is_computed_anew(pair):
     """Nothing is waited for a second time."""
     p, d = pair()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p), max_tokens=4)
-    request = d.serving.scheduler.requests[DECODED]
+    request = d.serving.add(DECODED, coordinates(p), max_tokens=4)
     until(lambda: request.num_output_tokens > 0, p, d)
     preempt(d, DECODED)
     until(lambda: is_quiet(p, d), p, d)
@@ -532,9 +512,10 @@ def test_groups_with_windows_are_read(pair):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
+    until_claimed(p)
     end = begin_last_chunk(p, computes=lambda *_, **__: {})
     until(lambda: is_allocated(d), d)
-    (receive,) = d.serving.told.receive.values() or [None]
+    (receive,) = d.serving.told.prefetch.values()
     end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
@@ -604,6 +585,7 @@ def test_request_that_ends_while_it_is_prefetched(pair, policy, leaves):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     with pytest.MonkeyPatch.context() as patch:
         # Whatever arrives meanwhile, nobody takes note of it.
         patch.setattr(Transfers, "_has_left_nixl", lambda *_: False)
@@ -635,17 +617,15 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     (engine,) = d.engine.transfer_engines.values()
     (peer,) = engine.peers
     first = peer.connection
+    advance = engine.consumer.advance
 
-    (early,) = d.engine.early.values()
-    look = early.advance
-
-    def advance(now_s):
+    def break_off(now_s, budget):
         if peer.connection is first:
             engine.peers.break_off(first, now_s)
-        look(now_s)
+        advance(now_s, budget)
 
-    monkeypatch.setattr(early, "advance", advance)
-    until(lambda: peer.connection not in (None, first), d)
+    monkeypatch.setattr(engine.consumer, "advance", break_off)
+    until(lambda: peer.connection is not first, d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     whole = end()
     until(lambda: is_quiet(p, d), p, d)
@@ -654,15 +634,8 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     assert bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
 
 
-def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monkeypatch):
+def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
     """What is offered finds room, and is not kept waiting by prompts that need more room there."""
-    hear, known = Parking.hear, set()
-
-    def note(parking, begun, *others):
-        known.update(begun)
-        hear(parking, begun, *others)
-
-    monkeypatch.setattr(Parking, "hear", note)
     p, d = pair()
     names = "abcd"
     for number, name in enumerate(names):
@@ -670,17 +643,19 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monk
         p.serving.add(f"cmpl-{name}-0-aaaaaaaa", asked, first_token=100 * number)
         told = coordinates(p, remote_request_id=name)
         d.serving.add(f"cmpl-{name}-0-bbbbbbbb", told, first_token=100 * number)
+    until_claimed(p, *(f"cmpl-{name}-0-aaaaaaaa" for name in names))
     # Each has a chunk computed, and none its last.
     p.serving.scheduler.max_num_scheduled_tokens = len(names) * BLOCK_TOKENS
     p.serving.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK_TOKENS
     p.step()
     begun = p.serving.begin()
     heard = p.work(begun)
-    until(lambda: len(known) == len(names), d)
+    until(lambda: d.serving.num_used_blocks() == 9, d)
     for _ in range(20):
         d.step()
     # Three blocks each, of fifteen, of which the longest prompt takes four.
-    assert sum(map(partial(parked, d), d.serving.scheduler.requests)) == 1
+    waiting = {*d.serving.scheduler.requests, *d.serving.held}
+    assert sum(map(partial(parked, d), waiting)) == 1
     assert d.serving.num_used_blocks() == 9
     p.serving.end(begun, heard=heard)
     until(lambda: is_quiet(p, d), p, d)
@@ -689,26 +664,22 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monk
 
 
 @pytest.mark.parametrize("drafting", ["prefill", "decode"])
-def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting, watches):
+def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting):
     """What drafts write is not taken for granted there; and here they take blocks of their own."""
     p, d = pair(drafting=drafting)
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
-    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS, max_tokens=2)
+    add_both(p, d, num_tokens=LONG_TOKENS)
     begin_chunk(p)()
     begin_chunk(p)()
     end = begin_chunk(p)
     until(lambda: is_known(d), d)
-    look_again(watches, d)
+    for _ in range(20):
+        d.step()
     assert parked(d) and not is_allocated(d)
     end()
-    end = begin_last_chunk(p)
+    whole = compute(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    look_again(watches, d)
-    # Where the one that computes does not draft, it tells of what it has computed before.
-    assert bool(bytes_read(d)) is (drafting == "decode")
-    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     assert_received(d.engine, blocks[:4], whole)

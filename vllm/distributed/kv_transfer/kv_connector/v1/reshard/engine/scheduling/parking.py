@@ -135,12 +135,13 @@ class Parking:
         parked = self._parked.get(request_id) or self._left.get(request_id)
         if parked is None:
             return None
+        has_left = request_id in self._left
         with self._lock:
             parked.is_resumed = False
         self.hear()
-        if request_id in self._left:
+        if has_left:
             if parked.asker not in self._asked:
-                del self._left[request_id]
+                self._left.pop(request_id, None)
             return True
         if not self.may_have_blocks(request_id, free_blocks):
             return True
