@@ -64,6 +64,7 @@ class Serving:
         self.holds = hasattr(KVConnectorBase_V1, "hold_back")
         self.held: dict[str, Request] = {}
         self._resumed: deque[Request] = deque()
+        self._dropped: set[str] = set()
 
     def add(
         self,
@@ -111,7 +112,7 @@ class Serving:
         """Add a request to the scheduler, unless it is held back."""
         resume = partial(self._resumed.append, request)
         if self.holds and self.scheduler.connector.hold_back(request, resume):
-            if not request.abort_immediately:
+            if not request.abort_immediately and request.request_id not in self._dropped:
                 self.held[request.request_id] = request
             return
         self.held.pop(request.request_id, None)
@@ -190,6 +191,7 @@ class Serving:
     def abort(self, request_id: str) -> None:
         """The client has gone."""
         if self.held.pop(request_id, None) is not None:
+            self._dropped.add(request_id)
             self.scheduler.connector.drop_held([request_id])
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 

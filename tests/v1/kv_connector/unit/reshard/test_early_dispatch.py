@@ -239,9 +239,10 @@ def test_client_that_leaves_gives_up_none_of_its_next_attempt(pair):
     p, d = pair()
     asked = {"do_remote_decode": True}
     for number in range(5):
+        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", asked)
         d.serving.add(f"cmpl-x-0-bbbbbbb{number}", coordinates(p))
         d.serving.abort(f"cmpl-x-0-bbbbbbb{number}")
-        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", asked)
+        p.serving.add(f"cmpl-x-0-ddddddd{number}", asked)
         d.serving.add(f"cmpl-x-0-ccccccc{number}", coordinates(p))
         until(lambda: is_quiet(p, d), p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
@@ -513,10 +514,9 @@ def test_groups_with_windows_are_read(pair):
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
     until_claimed(p)
-    end = begin_last_chunk(p, computes=lambda *_, **__: {})
-    until(lambda: is_allocated(d), d)
-    (receive,) = d.serving.told.prefetch.values()
-    end()
+    begin_last_chunk(p, computes=lambda *_, **__: {})()
+    until(lambda: d.serving.told.receive, d)
+    (receive,) = d.serving.told.receive.values()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]

@@ -68,7 +68,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
 OFFER = OfferFingerprint(48, 1, 2)
 """What schedulers say is offered, and what they say is wanted."""
-DEADLINE_S = 12.0
+DEADLINE_S = 120.0
 
 
 class Engine:

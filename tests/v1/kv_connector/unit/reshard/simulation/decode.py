@@ -32,6 +32,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions
     Question,
 )
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import MAX_AGE_S
+
 ABORTED_WITHIN_S = 60.0
 """So soon workers tell of a request that ends while its prompt is computed."""
 
@@ -93,6 +95,7 @@ class DecodeEngine(Engine):
         self.parked: dict[str, Ticket] = {}
         self.news: dict[str, News] = {}
         self.left: set[str] = set()
+        self._asked_at_s: dict[str, float] = {}
         self.questions: list[tuple[Ticket, Question]] = []
         self.inbox: list[News] = []
         self.num_early = self.num_prefetched = 0
@@ -158,7 +161,15 @@ class DecodeEngine(Engine):
     def ask(self, request_id: str) -> None:
         """Ask for a request, or once more."""
         ticket = self.parked[request_id]
+        self._asked_at_s[request_id] = self.world.now_s
         self.questions.append((ticket, Ask(request_id, ticket.request_id, ticket.content)))
+
+    def ask_in_time(self) -> None:
+        """Side channels close connections after a while: ask over another one."""
+        for request_id in self.parked:
+            is_settled = isinstance(self.news.get(request_id), Offered | Gone)
+            if not is_settled and self.world.now_s >= self._asked_at_s[request_id] + MAX_AGE_S:
+                self.ask(request_id)
 
     def ask_again(self) -> None:
         """All connections are lost: ask for what is not answered."""

@@ -301,6 +301,7 @@ class Simulation:
 
     def _talk(self, engine: DecodeEngine, most: int) -> None:
         """Carry questions of a decode engine, and the news of all prefill engines."""
+        engine.ask_in_time()
         for _ in range(min(most, len(engine.questions))):
             ticket, question = engine.questions.pop(0)
             hosts = [each for each in self._prefills() if each.address.host == ticket.address.host]
