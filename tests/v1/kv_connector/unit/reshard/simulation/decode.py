@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions
     Offered,
     Question,
 )
-
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import MAX_AGE_S
 
 ABORTED_WITHIN_S = 60.0
@@ -212,7 +211,9 @@ class DecodeEngine(Engine):
     def may_have_blocks(self) -> list[str]:
         """The requests that wait without blocks, and may have some."""
         waiting = self.parked.keys() - self.reading.keys()
-        return sorted(each for each in waiting if not isinstance(self.news.get(each), Known | type(None)))
+        return sorted(
+            each for each in waiting if not isinstance(self.news.get(each), Known | type(None))
+        )
 
     def give_blocks(self, request_id: str) -> Request | None:
         """Give blocks to a request that waits, if there is room."""
@@ -237,7 +238,11 @@ class DecodeEngine(Engine):
             address = RemoteEngineAddress(news.engine_id, news.host, news.port)
             counts = num_tokens, news.num_tokens
             receive = Receive(
-                address, news.request_id, [request.blocks], news.block_ids, *counts,
+                address,
+                news.request_id,
+                [request.blocks],
+                news.block_ids,
+                *counts,
                 attempt=news.attempt,
             )
             self.hand_over(prefetch={request_id: receive})
@@ -270,7 +275,9 @@ class DecodeEngine(Engine):
                 self.give_up(news.params["ticket"], news.params["ticket"].secret)
             elif not isinstance(news, Gone):
                 self.left.add(request_id)
-                self.questions.append((ticket, Leave(request_id, ticket.request_id)))
+                self.questions.append(
+                    (ticket, Leave(request_id, ticket.request_id, ticket.content))
+                )
             if request_id in self.reading:
                 now_s = self.world.now_s
                 for worker in self.workers:

@@ -390,7 +390,6 @@ class Worker:
             and not self.announced
             and not len(transfer_engine.producer)
             and not len(transfer_engine.consumer)
-           
             and not len(transfer_engine.transfers)
             and not len(transfer_engine.peers)
             and not transfer_engine.peers.retired

@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import Gone
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     DoneEntry,
@@ -42,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     encode_notification,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import Gone
 
 LAYOUTS = [
     Layout(pp_size, tp_size, block_tokens)

@@ -132,7 +132,7 @@ def early_request(
         Where, and under which name; a text that says what is wrong with the parameters; or None if
         they are not an early request's.
     """
-    if not isinstance(params, dict) or params.get("remote_block_ids"):
+    if not isinstance(params, dict) or "remote_block_ids" in params:
         return None
     if not (params.get("do_remote_prefill") or "remote_prefiller" in params):
         return None

@@ -74,11 +74,13 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
     Attributes:
         asker: Number of the question, or a new one.
-        name: The request's name.
+        name: The request's name; empty if the engines have none in common.
+        content: Digest of its prompt; None if that is not known.
     """
 
     asker: _Asker
     name: _Text
+    content: int | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -242,7 +244,8 @@ class _Subscriber:
     Attributes:
         connection: Over which connection.
         name: The request's name; empty without one.
-        content: Digest of its prompt; None if it will not be read.
+        content: Digest of its prompt; None if it is not known.
+        leaves: Whether it will not be read.
         since_s: When it was asked for.
         request_id: The request; None if it is not known yet.
     """
@@ -250,6 +253,7 @@ class _Subscriber:
     connection: bytes
     name: str
     content: int | None
+    leaves: bool
     since_s: float
     request_id: RequestId | None = None
 
@@ -334,20 +338,20 @@ class Publisher:
         """Answer a question, and further ones under its number over this connection from now on."""
         asker = question.asker
         before = self._forget(asker)
-        content = question.content if isinstance(question, Ask) else None
+        leaves = isinstance(question, Leave)
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             reason = f"{MAX_SUBSCRIBERS} other requests are asked for there"
             self._push(connection, Gone(asker, reason))
             return
-        subscriber = _Subscriber(connection, question.name, content, now_s)
+        subscriber = _Subscriber(connection, question.name, question.content, leaves, now_s)
         self._subscribers[asker] = subscriber
         prompt = self._prompts.get(before.request_id or "") if before is not None else None
-        leaves = before is not None and content is None
-        if prompt is None and not leaves:
+        is_known = before is not None and leaves
+        if prompt is None and not is_known:
             prompt = self._find(question)
         if prompt is not None:
             self._match(asker, prompt)
-        elif leaves:
+        elif is_known:
             # Another request of its name is not this one.
             self._forget(asker)
             self._push(connection, Gone(asker, "it is not known there"))
@@ -391,23 +395,24 @@ class Publisher:
 
     def _find(self, question: Question) -> _Prompt | None:
         """Return the oldest request that a question may be about, and that is nobody's."""
-        if isinstance(question, Ask) and not question.name:
-            found = self._by_content.get(question.content, {})
+        name, content = question.name, question.content
+        if name:
+            ids = self._by_name.get(name, {})
         else:
-            found = self._by_name.get(question.name, {})
-        for request_id in found:
-            prompt = self._prompts[request_id]
-            is_free = prompt.asker in ("", question.asker) or request_id in self.given_up
-            if is_free and (isinstance(question, Leave) or prompt.content == question.content):
+            ids = {} if content is None else self._by_content.get(content, {})
+        found = [self._prompts[each] for each in ids]
+        found = [each for each in found if content in (None, each.content)]
+        for prompt in found:
+            if prompt.asker in ("", question.asker) and prompt.request_id not in self.given_up:
                 return prompt
-        return None
+        return next((each for each in found if each.request_id in self.given_up), None)
 
     def _match(self, asker: str, prompt: _Prompt) -> None:
         """Tell a subscriber of a request, or give that up for it."""
         subscriber = self._subscribers[asker]
         _remove(self._waiting, subscriber.key, asker)
         subscriber.request_id, prompt.asker = prompt.request_id, asker
-        if subscriber.content is None and prompt.params is None:
+        if subscriber.leaves and prompt.params is None:
             self.given_up.add(prompt.request_id)
             del self._subscribers[asker]
             self._push(subscriber.connection, Gone(asker, "nobody reads it"))

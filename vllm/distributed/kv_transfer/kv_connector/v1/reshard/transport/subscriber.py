@@ -148,13 +148,19 @@ class Subscriber:
         self._put(place, Ask(asker, name, content))
         return asker
 
-    def leave(self, place: RemoteEngineAddress, name: str, asker: str | None = None) -> str:
+    def leave(
+        self,
+        place: RemoteEngineAddress,
+        name: str,
+        content: int | None = None,
+        asker: str | None = None,
+    ) -> str:
         """Say that a request will not be read; return the number of the question.
 
         `Offered` or `Gone` answers it.
         """
         asker = asker or uuid.uuid4().hex
-        self._put(place, Leave(asker, name))
+        self._put(place, Leave(asker, name, content))
         return asker
 
     def close(self) -> None:

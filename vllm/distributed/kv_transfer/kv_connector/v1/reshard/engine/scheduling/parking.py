@@ -47,6 +47,7 @@ class Parked:
         since_s: When it has arrived.
         num_blocks: Maximum number of blocks that it takes.
         resume: Adds it to vLLM's scheduler; None if it is there.
+        content: Digest of its prompt; None if it will not be read.
         asker: Number of the question for it.
         news: The last news of it.
         has_waited: Whether it was not offered when it was asked for.
@@ -61,6 +62,7 @@ class Parked:
     since_s: float
     num_blocks: int
     resume: Callable[[], None] | None
+    content: int | None
     asker: str = ""
     news: News | None = None
     has_waited: bool = False
@@ -119,14 +121,14 @@ class Parking:
             parked.is_resumed = True
             parked.resume()
 
-    def park(self, parked: Parked, content: int | None) -> None:
+    def park(self, parked: Parked) -> None:
         """Have a request wait; without the digest of its prompt, say that nobody will read it."""
-        if content is None:
+        if parked.content is None:
             parked.asker = self._subscriber.leave(parked.place, parked.name)
             self._left[parked.request_id] = parked
         else:
             self._parked[parked.request_id] = parked
-            parked.asker = self._subscriber.ask(parked.place, parked.name, content)
+            parked.asker = self._subscriber.ask(parked.place, parked.name, parked.content)
         with self._lock:
             self._asked[parked.asker] = parked
 
@@ -179,16 +181,16 @@ class Parking:
         Returns:
             The request; None if it does not wait.
         """
-        parked = self._parked.pop(request_id, None)
-        if parked is None:
+        if request_id not in self._parked:
             return None
         self.hear()
+        parked = self._parked.pop(request_id)
         if parked.resume is not None:
             self._left[request_id] = parked
         if parked.is_settled:
             self._end(parked)
         else:
-            self._subscriber.leave(parked.place, parked.name, parked.asker)
+            self._subscriber.leave(parked.place, parked.name, parked.content, parked.asker)
         return parked
 
     def hear(self) -> None:

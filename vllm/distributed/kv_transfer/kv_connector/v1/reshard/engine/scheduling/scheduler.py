@@ -256,11 +256,17 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Ask for a request that was sent to both engines at once, or give it up unseen."""
         self._count_request(has_params=True)
         num_blocks = self._counts.num_blocks(request.num_tokens)
-        since_s = time.monotonic()
         parked = Parked(
-            request, request.request_id, early.place, early.name, since_s, num_blocks, resume
+            request,
+            request.request_id,
+            early.place,
+            early.name,
+            time.monotonic(),
+            num_blocks,
+            resume,
+            None if is_made_up(request) else prompt_digest(request),
         )
-        self._parking.park(parked, None if is_made_up(request) else prompt_digest(request))
+        self._parking.park(parked)
 
     def _deliver(self, news: News) -> None:
         """Take news of a request; called by the subscriber's thread."""
