@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server side of the side channel, which describes this engine to others.
 
-The clients are in `handshake_client` and `subscriber`. A server sends one reply, made once, to every
-client that describes engines; to one that asks for requests it sends what its scheduler says of
-them, see `protocol.subscriptions`. All use ZeroMQ request/reply over TCP. A request has the format of upstream's
-NixlConnector, a verb and numbers, because either connector may find the other at an address, and
-neither may be harmed by that. Older releases of upstream send one number and answer one frame;
+The clients are in `handshake_client` and `subscriber`. A server sends one reply, made once, to
+clients that ask what the engine is; to those that ask for requests, it sends what its scheduler
+says of them, see `protocol.subscriptions`. Both use ZeroMQ over TCP. A request has the format of
+upstream's NixlConnector, a verb and numbers, because either connector may find the other at an
+address, and neither may be harmed by that. Older releases of upstream send one number and answer one frame;
 newer ones send two numbers and answer two frames, the second being a clock. Upstream's listener
 ends when it receives more or fewer numbers than it expects.
 
