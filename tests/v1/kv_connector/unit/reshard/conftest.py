@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     shard_model,
 )
 
-__all__ = ["clock", "engines", "pair", "serving", "watches", "wholes"]
+__all__ = ["clock", "engines", "pair", "serving", "wholes"]
 
 Engine: TypeAlias = tuple[Shard, ...]
 

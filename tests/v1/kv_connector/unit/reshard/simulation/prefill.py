@@ -150,7 +150,7 @@ class PrefillEngine(Engine):
 
     def go_on(self, offer: Offer, **asked: object) -> None:
         """A step is over, and the next one computes more of a prompt, or all that is left."""
-        prompt, ticket = offer.prompt, offer.ticket
+        prompt = offer.prompt
         self.end_step(offer)
         before = prompt.num_computed_tokens
         after = prompt.num_prompt_tokens

@@ -5,9 +5,9 @@ The clients are in `handshake_client` and `subscriber`. A server sends one reply
 clients that ask what the engine is; to those that ask for requests, it sends what its scheduler
 says of them, see `protocol.subscriptions`. Both use ZeroMQ over TCP. A request has the format of
 upstream's NixlConnector, a verb and numbers, because either connector may find the other at an
-address, and neither may be harmed by that. Older releases of upstream send one number and answer one frame;
-newer ones send two numbers and answer two frames, the second being a clock. Upstream's listener
-ends when it receives more or fewer numbers than it expects.
+address, and neither may be harmed by that. Older releases of upstream send one number and answer
+one frame; newer ones send two numbers and answer two frames, the second being a clock. Upstream's
+listener ends when it receives more or fewer numbers than it expects.
 
     request to us                            our answer
     [b"reshard/<versions> ...", ...]         the engine's reply, in the newest common version

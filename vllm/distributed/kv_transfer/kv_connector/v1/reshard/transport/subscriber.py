@@ -57,7 +57,7 @@ from .zmtp import (
 
 logger = init_logger(__name__)
 
-#: deadline prefill engine: requests that wait for it fail, as it does not answer.
+#: limit prefill engine: requests that wait for it fail, as it does not answer.
 ANSWERS_WITHIN_S = 10.0
 
 MAX_ENGINES = 128
