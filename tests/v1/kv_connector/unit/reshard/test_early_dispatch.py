@@ -458,8 +458,7 @@ def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
     """Its blocks are others' for a while: nobody waits for it with blocks meanwhile."""
     p, d = pair()
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    add_both(p, d)
     p.step()
     preempt(p, PREFILLED)
     for _ in range(20):
