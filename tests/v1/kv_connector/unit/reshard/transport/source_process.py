@@ -28,6 +28,7 @@ class Source:
     """A process that is read from."""
 
     process: BaseProcess
+    pipe: Connection
     address: int
     metadata: bytes
 
@@ -40,6 +41,10 @@ class Source:
     def go_on(self) -> None:
         """They go on."""
         self._send(signal.SIGCONT)
+
+    def has_heard(self, message: bytes) -> bool:
+        """Whether a message has come since this was asked; no other one may have."""
+        return self.pipe.poll() and self.pipe.recv() == message
 
     def kill(self) -> None:
         """It ends as by a crash."""
@@ -66,7 +71,7 @@ def serving_sources(backend: str, tls: str, *values: int) -> Iterator[list[Sourc
         sources = []
         for process, pipe in started:
             assert pipe.poll(ANSWER_S), "the source does not answer"
-            sources.append(Source(process, *pipe.recv()))
+            sources.append(Source(process, pipe, *pipe.recv()))
         yield sources
     finally:
         for process, pipe in started:
@@ -84,5 +89,7 @@ def _serve(pipe: Connection, value: int, backend: str, tls: str) -> None:
     )
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
     pipe.send((memory.ctypes.data, agent.metadata()))
-    # Nothing is said to it: it waits for its end.
-    pipe.poll(None)
+    # Nothing is said to it over the pipe: it waits for its end.
+    while not pipe.poll(1e-3):
+        for _, message in agent.take_notifications():
+            pipe.send(message)

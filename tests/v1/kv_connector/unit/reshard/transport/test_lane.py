@@ -406,7 +406,7 @@ def test_two_agents_of_one_name_are_two():
         transfer = reader.read(local, index, remote, index)
         wait_until(partial(is_done, transfer))
         assert set(memory[2]) == {value}
-    lane.notify(names[1], b"for the second", 0.0, is_first=True)
+    lane.notify(names[1], b"for the second", 0.0, 10.0)
     heard: list[tuple[str, bytes]] = []
 
     def is_heard() -> bool:

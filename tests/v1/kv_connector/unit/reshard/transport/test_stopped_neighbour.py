@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import TALK_S, Lane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LoweredEngine
 
 HUNG_GRACE_S = 100.0
@@ -63,11 +63,13 @@ class Worker:
         self.lane = Lane(agent)
         nothing = LoweredEngine(1, MeshRank(0, 0), "", [], None)
         self.connections: list[PeerConnection] = []
+        self.names: list[str] = []
         self._lists: list[tuple[Prepared, Prepared]] = []
         for source, own in zip(sources, self.memory, strict=True):
             connection = PeerConnection(self.lane, nothing, HUNG_GRACE_S, lambda: self.now_s)
             name = self.lane.connect(source.metadata)
             self.connections.append(connection)
+            self.names.append(name)
             rows = (
                 np.array([[address, BYTES, 0, BYTES, COUNT]], dtype=np.uint64)
                 for address in (own.ctypes.data, source.address)
@@ -180,3 +182,20 @@ def test_dead_source_fails_its_own_reads_alone(worker, sources):
     assert worker.has(1, 2) and worker.connections[1].is_drained
     assert not worker.connections[0].is_drained and not worker.lane.is_drained
     assert worker.lane.close_at_s() == worker.now_s
+
+
+def test_first_message_to_a_stopped_source_comes_once_it_goes_on(sources, backend):
+    """Nothing else has the lane polled: their connection is made as long as it may talk."""
+    sources[0].stop()
+    worker = Worker(sources, backend)
+    worker.connections[0].notify(worker.names[0], b"first")
+    worker.now_s += TALK_S / 2
+    sources[0].go_on()
+
+    def is_heard() -> bool:
+        if worker.now_s < worker.lane.talks_until_s:
+            worker.lane.progress()
+        return sources[0].has_heard(b"first")
+
+    wait_until(is_heard)
+    worker.lane.close()

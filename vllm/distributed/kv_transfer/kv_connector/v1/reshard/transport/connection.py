@@ -160,7 +160,7 @@ class PeerConnection:
         """
         now_s = self._clock()
         reached_s = self._reached_s.setdefault(peer, now_s + TALK_S)
-        self.lane.notify(peer, message, now_s, is_first=now_s < reached_s)
+        self.lane.notify(peer, message, now_s, reached_s)
 
     @property
     def is_connected(self) -> bool:

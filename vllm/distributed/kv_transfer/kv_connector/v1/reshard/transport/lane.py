@@ -48,10 +48,14 @@ Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without 
 _RETRY_S = 5.0
 """Wait after a lane could not be made, for example because file descriptors ran out."""
 
-TALK_S = 0.25
+TALK_S = 10.0
 """How long an agent without threads is polled after the first message to a worker, which waits for
-their connection. Once a read of the worker has completed, the call that sends a message sends it:
-none of 300 was late without a poll, over shared memory and over TCP (nixl 1.5.1)."""
+their connection: as long as a handshake may take. On two cores with a load of twelve it took longer
+than 0.25 s. Once a read of the worker has completed, the call that sends a message sends it: none
+of 300 was late without a poll, over shared memory and over TCP (nixl 1.5.1)."""
+
+_LEAVING_S = 0.25
+"""How long a retired lane is kept after its last message."""
 
 
 class Lane:
@@ -151,22 +155,21 @@ class Lane:
             del self._num_users[key]
             self.agent.release_prepared(self._local.pop(key))
 
-    def notify(self, name: str, message: bytes, now_s: float, *, is_first: bool) -> None:
+    def notify(self, name: str, message: bytes, now_s: float, reached_s: float) -> None:
         """Send a message to a worker.
 
         Args:
             name: The worker.
             message: The message.
             now_s: The time.
-            is_first: Whether nothing has reached the worker yet.
+            reached_s: From when on messages to the worker leave at once.
 
         Raises:
             TransferError: It cannot be reached.
         """
         self.agent.notify(name, message)
-        self.sent_by_s = now_s + TALK_S
-        if is_first:
-            self.talks_until_s = self.sent_by_s
+        self.sent_by_s = now_s + _LEAVING_S
+        self.talks_until_s = max(self.talks_until_s, reached_s)
 
     def progress(self) -> None:
         """Let NIXL advance everything but reads, such as messages and their connections."""
