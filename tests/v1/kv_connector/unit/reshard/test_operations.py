@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill, wait_until
 from tests.v1.kv_connector.unit.reshard.serving import Whole, from_prefill
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
 
 LEASE_S = 9.0
@@ -148,3 +149,10 @@ def test_reset_of_a_prefix_cache_takes_no_blocks_from_readers(pair):
     assert_received(d.engine, blocks, whole)
     run_until(lambda: p.serving.is_through() and d.serving.is_through(), p, d)
     assert all(each.serving.scheduler.reset_prefix_cache(reset_connector=True) for each in pair)
+
+
+def test_memory_of_a_cache_is_not_taken_away(engines):
+    """0.33 asks before it does, also where engines do not have the option for it."""
+    (worker,) = engines("prefill").workers.values()
+    with pytest.raises(LocalLayoutError, match="start the engine with --enable-sleep-mode"):
+        worker.unregister_kv_caches()

@@ -146,12 +146,17 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """Answer other engines' handshakes with the descriptions of all workers.
 
+        Later bases call this again when an engine wakes up. Its caches are where they were, as it
+        does not take their memory away, and it goes on answering.
+
         Args:
             metadata: Handshakes of the workers, by (pp_rank, tp_rank).
 
         Raises:
             LocalChannelError: The side channel's port cannot be used.
         """
+        if self._server is not None:
+            return
         handshakes: dict[tuple[int, int], ReshardHandshakeMetadata] = {}
         for rank, handshake in metadata.items():
             assert isinstance(handshake, ReshardHandshakeMetadata)
