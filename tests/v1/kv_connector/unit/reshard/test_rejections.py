@@ -88,6 +88,7 @@ def answer(
     client = SimpleNamespace(
         engine_core=SimpleNamespace(add_request_async=partial(_add, serving)),
         has_kv_connector=True,
+        vllm_config=serving.scheduler.vllm_config,
         _get_data_parallel_rank=lambda raw_request: None,
     )
     client.engine_client = client
