@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from tests.bases import requires_base
@@ -15,6 +17,10 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, f
 from tests.v1.kv_connector.unit.reshard.serving import Whole, from_prefill
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
+
+pytestmark = requires_base(
+    "0.32.0", "0.33.0", reason="its core asks no connector whether there is work"
+)
 
 LEASE_S = 9.0
 PAUSED = pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
@@ -45,7 +51,6 @@ def prefilled(p: Whole, name: str, first_token: int = 0) -> dict:
     return p.serving.handed_over[name]
 
 
-@requires_base("0.32.0", "0.33.0", reason="its core asks no connector whether there is work")
 @PAUSED
 def test_paused_engine_tells_workers_whose_leases_to_renew(serving, state):
     """It takes one step for it, and stands still then; the request is read once it goes on."""
@@ -63,7 +68,6 @@ def test_paused_engine_tells_workers_whose_leases_to_renew(serving, state):
     assert list(d.told.receive) == ["d-a"] and not d.told.awaited
 
 
-@requires_base("0.32.0", "0.33.0", reason="its core asks no connector whether there is work")
 @PAUSED
 def test_lease_outlasts_a_pause_of_its_reader(pair, monkeypatch, state):
     """Each stage hears of it while the decode engine takes no steps."""
@@ -149,6 +153,23 @@ def test_reset_of_a_prefix_cache_takes_no_blocks_from_readers(pair):
     assert_received(d.engine, blocks, whole)
     run_until(lambda: p.serving.is_through() and d.serving.is_through(), p, d)
     assert all(each.serving.scheduler.reset_prefix_cache(reset_connector=True) for each in pair)
+
+
+def test_pause_that_clears_caches_fails_while_its_engine_reads(pair):
+    """As vLLM has it, where it keeps requests: it is paused all the same, and goes on reading."""
+    p, d = pair
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler, core.engines_running, core.batch_queue = d.serving.scheduler, False, None
+    core.model_executor = SimpleNamespace(collective_rpc=lambda _: None)
+    d.serving.add("d-a", prefilled(p, "p-a"))
+    d.step()
+    with pytest.raises(RuntimeError, match="remote KV transfer"):
+        core.pause_scheduler("keep", clear_cache=True)
+    assert core.is_scheduler_paused()
+    run_until(p.serving.is_through, p)
+    core.resume_scheduler()
+    run_until(lambda: "d-a" in d.serving.finished, d)
+    assert d.serving.finished == {"d-a": FinishReason.LENGTH}
 
 
 def test_memory_of_a_cache_is_not_taken_away(engines):
