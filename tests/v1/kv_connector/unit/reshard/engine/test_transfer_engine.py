@@ -47,7 +47,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import OpenFiles
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 LEASE_S = 30.0
@@ -89,6 +91,26 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
+
+
+def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
+    """To its scheduler, and in the metrics, when it takes part in a step."""
+    monkeypatch.setattr(limits, "open_files", lambda: OpenFiles(81, 100))
+    p = engines("prefill")
+    (worker,) = p.workers.values()
+    p.start(admitted={"p-a"})
+    told, stats = {}, ReshardStats()
+
+    def has_told() -> bool:
+        worker.get_finished()
+        told.update(worker.take_news().shortages)
+        if (taken := worker.take_stats()) is not None:
+            stats.aggregate(taken)
+        return bool(told and stats.data["open_files"])
+
+    wait_until(has_told)
+    assert list(told.values()) == ["81 of 100 files are open"]
+    assert stats.data["open_files"] == [0.81]
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])

@@ -53,7 +53,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import listen_to
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import OpenFiles
 
 
 def picture(name: str) -> MultiModalFeatureSpec:
@@ -568,6 +570,29 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     assert owner.has_pending_push_work() and not given_back
     report(finished_recving={"d-a"})
     assert not owner.has_pending_push_work() and sorted(given_back) == ["first", "second"]
+
+
+def test_side_channel_hears_of_workers_that_lack_descriptors():
+    """It refuses further engines until all of them have some again."""
+    owner = scheduler()
+    owner._server = server = SimpleNamespace(shortage="")
+    seen = []
+    for shortages in ({"a": "81"}, {"b": "82"}, {"a": ""}, {}, {"b": ""}):
+        news = WorkerNews(shortages=shortages)
+        owner.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=news, finished_sending=None, finished_recving=None
+            )
+        )
+        seen.append(server.shortage)
+    assert seen == ["81", "81", "82", "82", ""]
+
+
+def test_metrics_have_the_share_of_the_schedulers_open_files(monkeypatch):
+    """It is the first process that a flood of connections meets."""
+    owner = scheduler()
+    monkeypatch.setattr(limits, "open_files", lambda: OpenFiles(42, 100))
+    assert owner.take_stats().data["core_open_files"] == [0.42]
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

@@ -118,6 +118,8 @@ class WorkerNews(KVConnectorWorkerMetadata):
         faults: Requests of `early` that will not be read, each with the reason.
         first_tokens: First tokens that came with the offers of some requests of `early`.
         offered_s: Seconds since each received request was seen to be offered.
+        shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
+            can.
     """
 
     failed: set[RequestId] = field(default_factory=set)
@@ -126,6 +128,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
     offered_s: dict[RequestId, float] = field(default_factory=dict)
+    shortages: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -137,6 +140,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         self.may_have_blocks |= other.may_have_blocks
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
+        self.shortages |= other.shortages
         # Each worker sees the offer by itself: the earliest counts.
         for request_id, offered_s in other.offered_s.items():
             self.offered_s[request_id] = max(offered_s, self.offered_s.get(request_id, 0.0))

@@ -33,6 +33,7 @@ from ..transport.cpu import compute_alone, parents_cores
 from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
+from ..transport.limits import raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -90,6 +91,7 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        raise_file_limit()
         # Whether this worker reads from other engines.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()

@@ -49,6 +49,7 @@ from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
+from .limits import FULL, open_files, within_limit
 from .zmtp import Allowance, first_of, relay_all
 
 logger = init_logger(__name__)
@@ -61,7 +62,10 @@ _BACKLOG = 4096
 further ones, and the other end retries after a second."""
 
 MAX_CONNECTIONS = 256
-"""Maximum open connections; a further one closes the oldest of the address that has most."""
+"""Maximum open connections; a further one closes the oldest of the address that has most. Fewer
+where their files are more than a quarter of this process's limit."""
+
+_FILES_PER_CONNECTION = 3
 
 #: interval connection: the side channel closes it. Clients have left by then.
 MAX_AGE_S = 30.0
@@ -126,6 +130,7 @@ class _Complaint(Enum):
     FAILURE = auto()
     KEY = auto()
     BREAKDOWN = auto()
+    LIMIT = auto()
 
 
 class HandshakeServer:
@@ -141,6 +146,10 @@ class HandshakeServer:
         port: TCP port; 0 for any free one.
         replies: The reply's frames, by protocol version, for every version in `SPOKEN`.
         key: Key that clients must have; None to answer any client.
+
+    Attributes:
+        shortage: Why this engine's workers cannot serve further ones, whom the server then refuses;
+            empty if they can. Any thread may set it.
     """
 
     def __init__(
@@ -152,6 +161,7 @@ class HandshakeServer:
     ) -> None:
         self._host = host
         self._port = port
+        self.shortage = ""
         self._replies = {version: list(reply) for version, reply in replies.items()}
         self._key = key
         self._counters = ServerCounters()
@@ -278,7 +288,8 @@ class HandshakeServer:
                 self._key.configure_server(router)
                 monitor = router.get_monitor_socket(_LOCKED_OUT)
                 work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
-            limits = _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S
+            most = within_limit(MAX_CONNECTIONS, 1 / 4, _FILES_PER_CONNECTION)
+            limits = _ALLOWANCE, most, MAX_AGE_S
             work.append(relay_all(listener, router, *limits, self._count_stranger))
             await first_of(*work)
         finally:
@@ -329,6 +340,17 @@ class HandshakeServer:
         verb, _, _ = request.verb.partition(b" ")
         theirs = read_verb(verb)
         version = None if theirs is None else SPOKEN.agreed(theirs)
+        if version is not None and (shortage := self._shortage()):
+            self._count(refused=1)
+            self._complain(
+                _Complaint.LIMIT, f"an engine is refused, as {shortage}: raise that (ulimit -n)"
+            )
+            return [
+                encode_refusal(
+                    f"no further engine can be served, as {shortage} there: raise that engine's "
+                    "limit (ulimit -n), or have fewer engines read from it"
+                )
+            ]
         if version is not None:
             self._count(answered=1)
             return self._replies[version]
@@ -347,6 +369,10 @@ class HandshakeServer:
             "it in common",
         )
         return [encode_refusal(f"request {name} is unknown, {SPOKEN} is not")]
+
+    def _shortage(self) -> str:
+        """Return why no further engine can be served; empty if it can."""
+        return self.shortage or (str(files) if (files := open_files()).ratio > FULL else "")
 
     def _count(self, **more: int) -> None:
         counters = self._counters
