@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -40,7 +41,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     TransferEngine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    ConnectorThreadError,
+    InDoubtError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -49,7 +53,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import OpenFiles
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import (
+    OpenFiles,
+    listeners,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 LEASE_S = 30.0
@@ -111,6 +118,31 @@ def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
     wait_until(has_told)
     assert list(told.values()) == ["81 of 100 files are open"]
     assert stats.data["open_files"] == [0.81]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_worker_that_none_can_read_from_any_more_ends(engines, role):
+    """Its engine ends with the reason, at its next step, instead of looking well."""
+    engine = engines("one", role=role)
+    (transfer_engine,) = engine.transfer_engines.values()
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        closed = next(each for each in listeners() if each.descriptor == opened.fileno())
+    # A worker that only reads needs none.
+    assert role == "kv_producer" or not transfer_engine.files.needed
+    if role == "kv_producer":
+        transfer_engine.files.needed = frozenset([closed])
+    (worker,) = engine.workers.values()
+
+    def ends() -> bool:
+        engine.start()
+        try:
+            worker.get_finished()
+        except ConnectorThreadError as error:
+            assert f"UCX has closed its port {closed.port}" in str(error)
+            return True
+        return role == "kv_consumer"
+
+    wait_until(ends)
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import resource
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,12 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import (
     FULL,
     LOOK_INTERVAL_S,
     FileWatch,
     OpenFiles,
+    listeners,
     open_files,
     within_limit,
 )
@@ -56,6 +62,16 @@ def test_files_are_counted(monkeypatch):
         # Other threads may close some of theirs meanwhile.
         assert after.count >= before.count + 30
         assert after.limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_all_files_are_open_where_none_is_left_to_look_with(monkeypatch):
+    """A worker that looks must not end over that."""
+
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(limits, "_OPEN", SimpleNamespace(stat=fail))
+    assert open_files().ratio == 1.0
 
 
 def test_soft_limit_is_raised_to_the_hard_one():
@@ -106,7 +122,65 @@ def test_shortage_is_told_when_it_begins_and_ends(counted, warnings):
     ]
     assert recorded == [0.5, 0.81, 0.9, 0.78, 0.6]
     (warning,) = warnings
-    assert warning.startswith(f"{says} (") and "pipe " in warning and "ulimit -n" in warning
+    assert warning.startswith(f"{says}, ") and "ulimit -n" in warning
+
+
+def test_socket_that_is_needed_is_missed_once_it_is_closed():
+    """Also where its descriptor has become another file's."""
+    before = listeners()
+    with socket.create_server(("127.0.0.1", 0)) as opened, socket.socket() as other:
+        (needed,) = listeners() - before
+        assert needed.port == opened.getsockname()[1]
+        watch = FileWatch(lambda _: None)
+        watch.needed = frozenset([needed])
+        assert not watch.look(0.0)
+        os.dup2(other.fileno(), opened.fileno())
+        with pytest.raises(ConnectorThreadError, match=rf"port {needed.port}, .*ulimit -n"):
+            watch.look(LOOK_INTERVAL_S)
+    assert needed.is_closed
+
+
+_DEAF = """
+import os, resource, socket, time, uuid
+from {agent} import NixlAgent
+from {limits} import FileWatch, listeners
+
+agent = NixlAgent(str(uuid.uuid4()), num_threads=0)
+watch = FileWatch(lambda _: None)
+told = agent.metadata()
+watch.needed = frozenset(each for each in listeners() if each.port.to_bytes(2, "big") in told)
+(needed,) = watch.needed
+watch.look(0.0)
+peer = socket.socket()
+highest = max(map(int, os.listdir("/proc/self/fd")))
+while (last := os.dup(0)) < highest:
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, 4096))
+peer.connect(("127.0.0.1", needed.port))
+ends_s = time.monotonic() + 60
+while not needed.is_closed and time.monotonic() < ends_s:
+    time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+try:
+    watch.look(9.0)
+except Exception as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_agent_that_has_become_deaf_is_noticed():
+    """UCX closes its port for good where it finds no descriptor to accept with."""
+    program = _DEAF.format(agent=NixlAgent.__module__, limits=limits.__name__)
+    environment = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert re.search(r"^UCX has closed its port \d+, .*ulimit -n", ended.stdout, re.M), ended
 
 
 def test_files_are_not_counted_again_at_once(counted):

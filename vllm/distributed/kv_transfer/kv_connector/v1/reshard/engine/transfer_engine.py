@@ -92,6 +92,9 @@ class TransferEngine:
         stats: Its metrics.
         budget: Makes a budget for posting or polling, which begins when it is called.
         early: The requests that are not offered yet; None without early dispatch.
+
+    Attributes:
+        files: Watch on what this process has open.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class TransferEngine:
         self._stats = stats
         self._budget = budget
         self._early = early
-        self._files = FileWatch(stats.record_open_files)
+        self.files = FileWatch(stats.record_open_files)
         # Input that was not applied yet, in order.
         self._incoming: deque[Incoming] = deque()
         # Whether the engine has requested a report.
@@ -168,8 +171,8 @@ class TransferEngine:
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
-            if self._files.look(now_s):
-                report.news.shortages[self.agent.name] = self._files.shortage
+            if self.files.look(now_s):
+                report.news.shortages[self.agent.name] = self.files.shortage
         # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()

@@ -33,7 +33,7 @@ from ..transport.cpu import compute_alone, parents_cores
 from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
-from ..transport.limits import raise_file_limit
+from ..transport.limits import listeners, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -106,6 +106,7 @@ class ReshardWorker:
         self._cores = parents_cores() if self._on_cpu else None
         self._device = CacheDevice(on_cpu=self._on_cpu)
         # The objects below belong to the connector's thread once it has started.
+        others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
@@ -141,6 +142,12 @@ class ReshardWorker:
             stats,
             early=early,
         )
+        if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
+            # UCX has a port for each thread, too, which nobody is told.
+            metadata = agent.metadata()
+            self._transfer_engine.files.needed = frozenset(
+                each for each in listeners() - others if each.port.to_bytes(2, "big") in metadata
+            )
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]

@@ -9,13 +9,16 @@ no further engine is met while most of them are open.
 
 from __future__ import annotations
 
+import os
 import resource
-from collections import Counter
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.logger import init_logger
+
+from ..errors import ConnectorThreadError
 
 logger = init_logger(__name__)
 
@@ -63,8 +66,12 @@ def file_limit() -> int:
 
 def open_files() -> OpenFiles:
     """Count this process's open files."""
-    # Linux before 6.2 does not tell the number as the size.
-    count = _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
+    try:
+        # Linux before 6.2 does not tell the number as the size.
+        count = _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
+    except OSError:
+        # None is left to look with.
+        count = file_limit()
     return OpenFiles(count, file_limit())
 
 
@@ -87,6 +94,47 @@ def within_limit(most: int, share: float, files_each: int) -> int:
     return max(1, min(most, int(share * file_limit() / files_each)))
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening TCP socket of this process.
+
+    Attributes:
+        descriptor: Its file descriptor.
+        inode: What tells it from another file under that descriptor.
+        port: Where it listens.
+    """
+
+    descriptor: int
+    inode: int
+    port: int
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the descriptor is closed, or has become another file's."""
+        try:
+            return os.fstat(self.descriptor).st_ino != self.inode
+        except OSError:
+            return True
+
+
+def listeners() -> set[Listener]:
+    """Return the TCP sockets that this process listens on, those of libraries included."""
+    found = set()
+    for descriptor in [int(each.name) for each in _OPEN.iterdir()]:
+        try:
+            opened = socket.socket(fileno=descriptor)
+        except OSError:
+            # It is no socket, or has been closed meanwhile.
+            continue
+        is_tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            inode = os.fstat(descriptor).st_ino
+            found.add(Listener(descriptor, inode, opened.getsockname()[1]))
+        # It is not ours to close.
+        opened.detach()
+    return found
+
+
 class FileWatch:
     """Looks now and then whether this process's files run out. Belongs to one thread.
 
@@ -95,20 +143,32 @@ class FileWatch:
 
     Attributes:
         shortage: Why no further engine is met; empty while any is.
+        needed: Sockets without which this process is of no use.
     """
 
     def __init__(self, record: Callable[[float], object]) -> None:
         self.shortage = ""
+        self.needed: frozenset[Listener] = frozenset()
         self._record = record
         self._ratio = 0.0
         self._due_s = 0.0
 
     def look(self, now_s: float) -> bool:
-        """Count, if that is due; return whether a shortage has begun or ended."""
+        """Count, if that is due; return whether a shortage has begun or ended.
+
+        Raises:
+            ConnectorThreadError: One of the needed sockets has been closed.
+        """
         if now_s < self._due_s:
             return False
         self._due_s = now_s + LOOK_INTERVAL_S
         files = open_files()
+        if (lost := next((each for each in self.needed if each.is_closed), None)) is not None:
+            raise ConnectorThreadError(
+                f"UCX has closed its port {lost.port:d}, as it does where file descriptors run out "
+                f"({files}), and no further engine could read from this one: raise the limit "
+                "(ulimit -n), and restart this engine"
+            )
         if (ratio := round(files.ratio, 2)) != self._ratio:
             self._ratio = ratio
             self._record(ratio)
@@ -117,24 +177,10 @@ class FileWatch:
             return False
         self.shortage = str(files) if is_short else ""
         if is_short:
-            kinds = ", ".join(f"{kind} {number}" for kind, number in _kinds().most_common(4))
             logger.warning(
-                "%s (%s), so that no further engine is met: raise this process's limit "
-                "(ulimit -n), or see who connects.",
+                "%s, so that no further engine is met: raise this process's limit (ulimit -n), "
+                "and see what holds them (ls -l /proc/%d/fd).",
                 files,
-                kinds,
+                os.getpid(),
             )
         return True
-
-
-def _kinds() -> Counter[str]:
-    """Return how many of the open files are sockets, pipes and so on."""
-    kinds: Counter[str] = Counter()
-    for each in _OPEN.iterdir():
-        try:
-            kind, colon, _ = str(each.readlink()).partition(":")
-        except OSError:
-            # It has been closed meanwhile.
-            continue
-        kinds[kind if colon else "file"] += 1
-    return kinds

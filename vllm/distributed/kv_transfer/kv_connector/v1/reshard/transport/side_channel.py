@@ -130,7 +130,6 @@ class _Complaint(Enum):
     FAILURE = auto()
     KEY = auto()
     BREAKDOWN = auto()
-    LIMIT = auto()
 
 
 class HandshakeServer:
@@ -342,9 +341,6 @@ class HandshakeServer:
         version = None if theirs is None else SPOKEN.agreed(theirs)
         if version is not None and (shortage := self._shortage()):
             self._count(refused=1)
-            self._complain(
-                _Complaint.LIMIT, f"an engine is refused, as {shortage}: raise that (ulimit -n)"
-            )
             return [
                 encode_refusal(
                     f"no further engine can be served, as {shortage} there: raise that engine's "
