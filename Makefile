@@ -95,7 +95,6 @@ DECIDES := not nightly and not release
 UNIT := tests/v1/kv_connector/unit
 RESHARD := $(UNIT)/reshard
 TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/utils tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
-                   $(RESHARD)/cli/test_caches_of_engines.py \
                    $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
                    $(wildcard $(RESHARD)/engine/caches/test_*.py) \
                    $(patsubst %,$(RESHARD)/engine/%.py,test_compat test_failed_reads \
@@ -106,7 +105,7 @@ TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispa
                      scheduling/test_parking test_queues test_stats test_worker)
 # What pages tell of a release, and models that vary between it and the default one.
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
-                   $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
+                   $(RESHARD)/cli/test_asking.py $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
                    $(RESHARD)/test_idle_engines.py
 # 0.22.1's pair is nightly.
 BASES_WITH_PAIR := 0.33.0

@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from tools.docs.blocks import MarkerError, Tables, fill, table
 
 from .errors import ReportError
 from .report import count, figures, from_json, held, seconds, share, size, speed
@@ -31,15 +32,9 @@ from .targets import goals, judge
 PAGE = Path(__file__).parents[1] / "docs/performance.md"
 RESULTS = PAGE.parent / "results"
 
-_BLOCK = re.compile(r"^<!-- bench: (\S+) -->\n(.*?)^<!-- /bench -->$", re.MULTILINE | re.DOTALL)
-_LIKE_A_MARKER = re.compile(r"<!--\s*/?\s*bench\b.*")
 _TARGETS = "targets"
 
 Row = dict[str, str]
-
-
-class MarkerError(Exception):
-    """A page has markers between which no table can be written."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class _View:
             [case, *(_cell(measured.get(variant, {}), names) for variant, names in cells)]
             for case, measured in cases.items()
         )
-        return [*map(_line, (head, ["---", *("---:" for _ in cells)], *body))]
+        return table(head, body, numbers=1)
 
 
 def read(path: Path) -> list[Result]:
@@ -129,18 +124,11 @@ def rewrite(page: str, folder: Path = RESULTS) -> str:
     Raises:
         MarkerError: It is not clear where they begin or end, or what they show.
     """
-
-    def table(block: re.Match[str]) -> str:
-        name, before = block.groups()
-        if name not in _SHOWN or _LIKE_A_MARKER.search(before):
-            names = ", ".join(_SHOWN)
-            raise MarkerError(f"{name} is not one table: there are {names}, each with its end")
-        lines = _SHOWN[name].lines(_read(folder / f"bench-{name}.csv"))
-        return "\n".join([f"<!-- bench: {name} -->", "", *lines, "", "<!-- /bench -->"])
-
-    if stray := _LIKE_A_MARKER.search(_BLOCK.sub("", page)):
-        raise MarkerError(f"{stray[0]} is neither the beginning nor the end of a table")
-    return _BLOCK.sub(table, page)
+    tables: Tables = {
+        name: partial(view.lines, _read(folder / f"bench-{name}.csv"))
+        for name, view in _SHOWN.items()
+    }
+    return fill(page, "bench", tables)
 
 
 def _read(path: Path) -> list[Row]:
@@ -156,10 +144,6 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, rows[0] if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _cell(row: Row, names: Iterable[str]) -> str:

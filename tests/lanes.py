@@ -103,7 +103,12 @@ PARTS = {
 DECIDING = frozenset(
     f"tests/{path}"
     for path in (
-        *("tools/test_weight.py", "tools/soak/test_checker.py", "tools/pdstack/test_gpu_caches.py"),
+        *(
+            "tools/test_verify.py",
+            "tools/test_weight.py",
+            "tools/soak/test_checker.py",
+            "tools/pdstack/test_gpu_caches.py",
+        ),
         *("tools/pdstack/test_accuracy.py", "tools/pdstack/test_metrics.py"),
         "examples/test_kubernetes.py",
     )

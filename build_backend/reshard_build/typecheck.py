@@ -132,6 +132,71 @@ def check(
     return sorted(ours, key=lambda each: (each.path, each.line))
 
 
+def differences(
+    modules: Mapping[str, bytes], others: Mapping[str, bytes], checked: Collection[str]
+) -> tuple[int, list[str]]:
+    """How many files two wheels have differently, and which of those what is checked depends on.
+
+    They are the checked files themselves, and what one of these imports; not a file of which only
+    the body of an annotated function differs.
+
+    Args:
+        modules: Content of all Python files of one.
+        others: Of the other.
+        checked: Which of them are checked.
+    """
+    differing = {
+        path for path in modules.keys() | others.keys() if modules.get(path) != others.get(path)
+    }
+    imported: set[str] = set()
+    for path in checked:
+        imported |= _imported(path, modules[path])
+    return len(differing), sorted(
+        path
+        for path in differing
+        if path in checked
+        or (
+            _module_name(path) in imported
+            and _outline(modules.get(path)) != _outline(others.get(path))
+        )
+    )
+
+
+def _module_name(path: str) -> str:
+    return path.partition(".")[0].removesuffix("/__init__").replace("/", ".")
+
+
+def _imported(path: str, source: bytes) -> set[str]:
+    """Modules that a file may import, their packages, and names in them that may be modules."""
+    # A package's own file is named as a module in it.
+    parents = path.partition(".")[0].split("/")
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {each.name for each in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = ".".join((*(parents[:-level] if level else ()), *filter(None, [module])))
+                found |= {base, *(f"{base}.{each.name}" for each in names)}
+    return {name[:end] for name in found for end in _ends(name)}
+
+
+def _ends(name: str) -> list[int]:
+    """Where a dotted name's packages end, and itself."""
+    return [index for index, letter in enumerate(f"{name}.") if letter == "."]
+
+
+def _outline(source: bytes | None) -> str | None:
+    """What other modules see of one."""
+    if source is None:
+        return None
+    module = ast.parse(source)
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.returns is not None:
+            node.body = []
+    return ast.dump(module)
+
+
 def switches(source: bytes, release: tuple[int, ...]) -> dict[str, bool]:
     """Names at the top of a module that a comparison with the release decides, and what they are.
 

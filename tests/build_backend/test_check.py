@@ -9,15 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reshard_build import check
 from reshard_build.__main__ import main
 from reshard_build.check import run_checks
+
+from tests.build_backend.conftest import PACKAGE
 
 CORE = "vllm/engine/core.py"
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tree of `checked` is kept once it has been made."""
+    return tmp_path_factory.mktemp("kept") / "checked"
+
+
 @pytest.fixture
-def checked(frontend: Any, tmp_path: Path) -> Any:
+def checked(frontend: Any, kept: Path, tmp_path: Path) -> Any:
     """Return a source tree with two exported patches and an overlay, that passes all checks."""
+    if kept.exists():
+        shutil.copytree(kept, frontend.directory, dirs_exist_ok=True)
+        return frontend
     core = frontend.edit_core("area: first", 5, "'a'")
     frontend.edit_core("area: second", 20, "'b'", core=core)
     frontend.write(
@@ -26,6 +38,8 @@ def checked(frontend: Any, tmp_path: Path) -> Any:
     main(["--root", str(frontend.root), "import", str(tmp_path / "scratch")])
     main(["--root", str(frontend.root), "export", str(tmp_path / "scratch")])
     shutil.rmtree(tmp_path / "scratch")
+    for name in ("source", "cache"):
+        shutil.copytree(frontend.directory / name, kept / name)
     return frontend
 
 
@@ -117,6 +131,48 @@ def test_one_drifted_base_fails_by_its_name(checked: Any) -> None:
     failures = _failures(checked)
     assert failures.keys() == {"apply, 0.22.1 cuda x86_64"}
     assert "area-second.patch" in failures["apply, 0.22.1 cuda x86_64"]
+
+
+def _have_cuda_differ(source_tree: Any, **files: bytes) -> None:
+    """Give the wheel for CUDA other files of `vllm/engine` than the one for CPU."""
+    cpu = source_tree.base.targets["cpu"].wheels["x86_64"]
+    before = (source_tree.cache / cpu.file).read_bytes()
+    others = {f"vllm/engine/{name}.py": content for name, content in files.items()}
+    source_tree.pin({**PACKAGE, **others})
+    after = source_tree.base.targets["cpu"].wheels["x86_64"]
+    text = source_tree.base_file.read_text().replace(after.sha256, cpu.sha256)
+    source_tree.base_file.write_text(text)
+    (source_tree.cache / cpu.file).write_bytes(before)
+
+
+def test_wheel_that_differs_where_we_look_is_checked_whole(checked: Any) -> None:
+    """What we import is there for CPU only, in a module that is there for both."""
+    main_only = b"MAIN = 1\n"
+    checked.pin({**PACKAGE, "vllm/engine/extra.py": main_only})
+    checked.write("vllm/own/mine.py", "from vllm.engine.extra import MAIN as MINE\n")
+    _have_cuda_differ(checked, extra=b"OTHER = 1\n")
+    failures = _failures(checked)
+    assert failures.keys() == {"types, 0.22.1 cuda x86_64"}
+    assert '"MAIN" is unknown import symbol' in failures["types, 0.22.1 cuda x86_64"]
+
+
+def test_wheel_that_differs_elsewhere_is_as_the_first(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pyright reads one of both, and what is said of the other tells so."""
+    run, runs = check.require_types, []
+    monkeypatch.setattr(
+        check, "require_types", lambda *given: runs.append(given[-1]) or run(*given)
+    )
+    _have_cuda_differ(checked, bundled=b"ANY = 1\n")
+    (text,) = (
+        proof.text
+        for proof in run_checks(checked.project, checked.environ)
+        if proof.name == "types, 0.22.1 cuda x86_64"
+    )
+    cpu = checked.base.targets["cpu"].wheels["x86_64"].file
+    assert runs == [cpu]
+    assert text.endswith(f", as on {cpu}: they import none of 1 files that differ")
 
 
 def test_patch_that_adds_an_overlay_path_fails(checked: Any) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 from reshard_build.errors import TypeCheckError
-from reshard_build.typecheck import Finding, check, require_types, switches
+from reshard_build.typecheck import Finding, check, differences, require_types, switches
 
 BASE = {
     "vllm/__init__.py": "",
@@ -231,3 +231,50 @@ def test_pyright_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(TypeCheckError, match=r"install requirements/lint\.txt"):
         check({"vllm/own.py": b""}, ["vllm/own.py"], {}, (1, 0))
+
+
+LOOKS = b"""
+import vllm.plain.inner
+from vllm import late
+from vllm.star import *
+from .beside import name
+def run():
+    from vllm.inside import deep
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "is_needed"),
+    [
+        ("vllm/own/mine.py", True),
+        ("vllm/__init__.py", True),
+        ("vllm/plain/__init__.py", True),
+        ("vllm/plain/inner.py", True),
+        ("vllm/late.py", True),
+        ("vllm/star.pyi", True),
+        ("vllm/own/beside.py", True),
+        ("vllm/inside/deep.py", True),
+        ("vllm/plain/other.py", False),
+        ("vllm/inside/deeper.py", False),
+        ("vllm/third_party/bundled.py", False),
+    ],
+)
+@pytest.mark.parametrize("other", [b"NEW = 1", None])
+def test_wheels_differ_where_we_look(path, is_needed, other):
+    """In what is checked, in what it imports anywhere, in packages on the way, and nowhere else."""
+    one = {path: b"OLD = 1"} | {"vllm/own/mine.py": LOOKS}
+    two = {"vllm/own/mine.py": LOOKS} | ({} if other is None else {path: other})
+    if path == "vllm/own/mine.py":
+        two = {path: LOOKS + b"more = 1"}
+    assert differences(one, two, ["vllm/own/mine.py"]) == (1, [path] if is_needed else [])
+
+
+def test_bodies_of_annotated_functions_are_nobody_elses():
+    """What others see of a module is compared: a method's body says what its object has."""
+    module = "def f(a) -> int:\n    {}\nclass A:\n    def g(self) -> None:\n        {}\n"
+    one, two, three = (
+        {"vllm/own.py": b"import vllm.a", "vllm/a.py": module.format(*bodies).encode()}
+        for bodies in (("pass", "pass"), ("return 1", "pass"), ("pass", "self.a = 1"))
+    )
+    assert differences(one, two, ["vllm/own.py"]) == (1, [])
+    assert differences(one, three, ["vllm/own.py"]) == (1, ["vllm/a.py"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs.blocks import ROOT
+from tools.docs.blocks import ROOT, MarkerError
 from tools.docs.deadlines import PACKAGE, deadlines
 from tools.docs.metrics import told_spans
 from tools.docs.pages import WRITTEN, outdated, rewrite, written
@@ -37,16 +37,22 @@ def test_all_that_can_be_written_is_on_a_page():
 
 
 @pytest.mark.parametrize(
-    ("page", "error"),
+    ("page", "reason"),
     [
-        ("<!-- written: other -->\n<!-- /written -->", KeyError),
-        ("<!-- results: other -->\nx\n<!-- /results -->", KeyError),
-        ("<!-- written: options -->\n| option |", ValueError),
+        ("<!-- written: other -->\n<!-- /written -->", "other is not one table of written"),
+        ("<!-- results: other -->\nx\n<!-- /results -->", "other is not one table of results"),
+        ("<!-- written: options -->\n| option |", "options --> is neither"),
+        ("| option |\n<!-- /written -->", "/written --> is neither"),
+        ("<!--written: options-->\n<!-- /written -->", "<!--written: options--> is neither"),
+        (
+            "<!-- written: options -->\n<!-- written: spans -->\n<!-- /written -->",
+            "options is not one table",
+        ),
     ],
 )
-def test_what_cannot_be_written_is_refused(page, error, tmp_path):
-    """No table stays on a page that nobody knows, and none that does not end."""
-    with pytest.raises(error):
+def test_what_cannot_be_written_is_refused(page, reason, tmp_path):
+    """No table stays on a page that nobody knows, and none that does not begin or end."""
+    with pytest.raises(MarkerError, match=reason):
         rewrite(page, tmp_path)
 
 

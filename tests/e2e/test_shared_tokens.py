@@ -29,7 +29,6 @@ TO_AND_FRO = KVTransfer(
         "kv_lease_duration": 120,
         "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": 1,
-        "verify_plans": True,
     }
 )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from tests.bases import requires_base
 
 try:
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -94,6 +97,25 @@ def test_engine_without_a_connector_is_told_nothing(client):
     """The client has its answer all the same."""
     assert post(client, REFUSED).status_code == httpx.codes.BAD_REQUEST
     assert client is None or client.told == []
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no patch for it")
+@pytest.mark.parametrize("search", [True, False])
+def test_connector_is_told_of_beam_search(search):
+    """Its requests have no parameters; what the body named is given up before they are served."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    client, served = EngineClient(), []
+    body = CompletionRequest(**PASSED, use_beam_search=search)
+    server = SimpleNamespace(has_kv_connector=True, engine_client=client)
+
+    async def serve() -> None:
+        served.append(list(client.told))
+
+    serving = GenerateBaseServing._with_kv_transfer_rejection_cleanup
+    asyncio.run(serving(server, serve(), body, None))
+    assert [[params for _, params in told] for told in served] == [[PARAMS] * search]
+    assert len(client.told) == search
 
 
 def test_parameters_that_cannot_be_told_cost_no_answer(caplog_vllm):

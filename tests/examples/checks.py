@@ -26,7 +26,7 @@ def check_kv_transfer(config: Any, side: str) -> None:
     """
     assert isinstance(config, KVTransferConfig)
     assert (config.kv_connector, config.kv_role) == ("NixlConnector", ROLES[side])
-    assert remarks(config, read_settings(config)) == []
+    assert remarks(config, read_settings(config), "prefill.example") == []
 
 
 def exported_samples() -> dict[str, set[str]]:

@@ -41,7 +41,6 @@ def test_what_early_dispatch_and_seeding_do_is_shown():
     text = DASHBOARD.read_text()
     for name in (
         "vllm:nixl_prefill_wait_seconds_bucket",
-        "vllm:nixl_handover_seconds_bucket",
         "vllm:nixl_exposed_transfer_seconds_bucket",
         "vllm:nixl_prefetched_bytes_total",
         "vllm:nixl_first_tokens_seeded_total",

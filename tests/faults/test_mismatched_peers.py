@@ -171,7 +171,7 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
     assert (reply["connector"], reply["version"]) == ("reshard", SPOKEN.newest)
-    known = f"reshard/{SPOKEN.newest}"
+    known = str(SPOKEN)
     assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, {known} is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(

@@ -13,6 +13,10 @@ Tables = Mapping[str, Callable[[], list[str]]]
 """The lines of each table, by the name in its marker."""
 
 
+class MarkerError(Exception):
+    """A page has markers between which no table can be written."""
+
+
 def fill(page: str, kind: str, tables: Tables) -> str:
     """The same page with all tables of a kind as they are now.
 
@@ -22,18 +26,25 @@ def fill(page: str, kind: str, tables: Tables) -> str:
         tables: Those that there are.
 
     Raises:
-        KeyError: A marker has a name that is not known.
-        ValueError: A marker has no end.
+        MarkerError: It is not clear where a table begins or ends, or which one it is.
     """
-    block = re.compile(rf"^<!-- {kind}: (.+?) -->\n.*?^<!-- /{kind} -->$", re.M | re.S)
-    begins = re.findall(rf"^<!-- {kind}: (.+?) -->$", page, re.M)
-    if [found[1] for found in block.finditer(page)] != begins:
-        raise ValueError(f"a table of {', '.join(begins)} does not end: add <!-- /{kind} -->")
+    block = re.compile(rf"^<!-- {kind}: (.+?) -->\n(.*?)^<!-- /{kind} -->$", re.M | re.S)
+    like_a_marker = re.compile(rf"<!--\s*/?\s*{kind}\b.*")
 
     def text(found: re.Match[str]) -> str:
-        lines = "\n".join(tables[found[1]]())
-        return f"<!-- {kind}: {found[1]} -->\n\n{lines}\n\n<!-- /{kind} -->"
+        name, before = found.groups()
+        if name not in tables or like_a_marker.search(before):
+            raise MarkerError(
+                f"{name} is not one table of {kind}: there are {', '.join(tables)}, each with its "
+                f"<!-- /{kind} -->"
+            )
+        lines = "\n".join(tables[name]())
+        return f"<!-- {kind}: {name} -->\n\n{lines}\n\n<!-- /{kind} -->"
 
+    if stray := like_a_marker.search(block.sub("", page)):
+        raise MarkerError(
+            f"{stray[0]} is neither <!-- {kind}: NAME --> nor <!-- /{kind} --> of a table"
+        )
     return block.sub(text, page)
 
 

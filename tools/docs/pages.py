@@ -54,9 +54,7 @@ def rewrite(page: str, drawings: Path) -> str:
         drawings: Directory that takes the place of the repository's root for drawings.
 
     Raises:
-        KeyError: A table has a name that is not known.
-        ValueError: A table does not end.
-        MarkerError: It is not clear where a table of `make bench` begins or ends.
+        MarkerError: It is not clear where a table begins or ends, or which one it is.
     """
     page = fill(page, "written", WRITTEN)
     page = fill(page, "results", results.TABLES)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
@@ -27,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
     plan_reshard,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -40,6 +40,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
+    RequestBlocks,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import (
@@ -49,7 +52,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
-    RequestBlocks,
     lower_engine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (

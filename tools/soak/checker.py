@@ -36,7 +36,7 @@ class Bounds:
     """By how much the processes of an engine may take more than in its first lull.
 
     It is not nothing: allocators keep what they had, pools of threads are filled on demand, and
-    each of up to two workers has an agent more once a peer was suspected, and one for each lane
+    each of up to two workers has an agent more once a peer has broken, and one for each lane
     that still drains, with some 55 descriptors each: six of them were seen on a loaded machine. It
     is little against what is leaked if each of a few thousand requests leaks anything.
     """

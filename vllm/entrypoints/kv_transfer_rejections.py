@@ -4,17 +4,20 @@
 vLLM tells the connector of requests that it rejects once their body has been parsed. A body that
 does not pass validation, such as `stream_options` without `stream`, tells nothing: routers change
 both for prefill, which computes, and holds the blocks until their lease has run out.
+
+Nor does vLLM tell of beam search, whose requests are made without the body's parameters.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from fastapi import Request
+    from vllm.engine.protocol import EngineClient
 
 logger = init_logger(__name__)
 
@@ -41,7 +44,24 @@ async def tell_connector(request: Request) -> None:
         body = await request.json()
     except Exception:
         return
-    params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    if isinstance(body, dict):
+        await _give_up(engine, body.get("kv_transfer_params"))
+
+
+async def tell_of_beam_search(engine: EngineClient, request: object) -> None:
+    """Have the connector release what a request for beam search was to read.
+
+    Args:
+        engine: Client of the engine.
+        request: A request of any of the server's protocols.
+    """
+    # Not all protocols have it.
+    asked = vars(request)
+    if asked.get("use_beam_search"):
+        await _give_up(engine, asked.get("kv_transfer_params"))
+
+
+async def _give_up(engine: EngineClient, params: Any) -> None:
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
         return
     # The body's own name may be that of a request which is served right now.
@@ -50,7 +70,7 @@ async def tell_connector(request: Request) -> None:
         await engine.notify_kv_transfer_request_rejected(request_id, params)
     except Exception as error:
         logger.warning(
-            "The connector was not told of a request whose body was refused (%s): the KV that it "
-            "was to read is held until its lease has run out",
+            "The connector was not told of a request that reads nothing (%s): the KV that it was "
+            "to read is held until its lease has run out",
             type(error).__name__,
         )

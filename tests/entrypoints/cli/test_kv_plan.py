@@ -47,7 +47,7 @@ def test_real_command_prints_nothing_but_json():
         timeout=120,
         check=True,
     )
-    assert json.loads(result.stdout)["prefill"] == {"tp_size": 2, "pp_size": 2}
+    assert json.loads(result.stdout)["prefill"]["mesh"]["pp_size"] == 2
 
 
 def test_subcommand_prints_what_the_command_prints(subcommand, capsys):

@@ -3,58 +3,50 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import DEADLINE_S, Engine, Progress, fill
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 
-ROOT = Path(__file__).parents[5]
 BLOCKS = [5, 2, 9]
 
 
 @contextmanager
-def serving_producer(
-    head_size: int,
-) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
+def serving_producer(head_size: int) -> Iterator[tuple[BaseProcess, RemoteEngineAddress]]:
     """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(head_size)],
-        cwd=ROOT,
-        # A read of a process that has been stopped does not get on, whatever memory is shared.
-        env={**os.environ, "UCX_TLS": "tcp"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    context = forking()
+    ours, theirs = context.Pipe()
+    # It has a process of its own, too.
+    process = context.Process(target=_serve, args=(theirs, head_size))
+    process.start()
+    theirs.close()
     try:
-        said = next(line for line in process.stdout if line.startswith("serving "))
-        yield process, RemoteEngineAddress(*json.loads(said.removeprefix("serving ")))
+        assert ours.poll(ANSWER_S), "the producer does not answer"
+        yield process, ours.recv()
     finally:
         process.kill()
-        process.communicate()
+        process.join()
+        ours.close()
 
 
-def _serve(head_size: int) -> None:
+def _serve(pipe: Connection, head_size: int) -> None:
     """Hold the requests until the process is ended."""
+    # A read of a process that has been stopped does not get on, whatever memory is shared.
+    os.environ["UCX_TLS"] = "tcp"
     engine = Engine("prefill", head_size=head_size)
     address = engine.serve()
     fill(engine, BLOCKS)
     engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
-    print("\nserving", json.dumps([address.engine_id, address.host, address.port]), flush=True)
+    pipe.send(address)
     progress = Progress(engine)
     while True:
         progress.step()
         time.sleep(1e-3)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

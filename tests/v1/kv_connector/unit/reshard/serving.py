@@ -13,6 +13,7 @@ from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -65,6 +66,7 @@ class Serving:
         first_token: int = 0,
         stop_token: int | None = None,
         prompt: Sequence[int] = (),
+        adapter: LoRARequest | None = None,
         **asked_for: Any,
     ) -> Request:
         """Add a request; those of one first token have one prompt, unless one is given.
@@ -83,6 +85,7 @@ class Serving:
             [*prompt] or [first_token + position for position in range(num_tokens)],
             sampling,
             None,
+            lora_request=adapter,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
         )
         self.scheduler.add_request(request)

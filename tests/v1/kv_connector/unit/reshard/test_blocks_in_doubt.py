@@ -440,6 +440,7 @@ def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
     d.steps(2)
     assert d.serving.is_through()
     assert not d.serving.scheduler.has_requests()
+    side.take_stats()
     after = [sizes(each) for each in (side, *d.connectors)]
     # vLLM may tell of it once more.
     before[0]["ReshardScheduler._readers._ended"] += 1

@@ -6,7 +6,6 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
@@ -43,6 +42,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, f
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
 def test_prefill_engine_says_that_its_address_is_enough(pair):
@@ -109,31 +109,6 @@ def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     d.serving.add(offered, coordinates(p, remote_request_id="y"), first_token=500)
     until(lambda: len(d.serving.finished) == 2, p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["serial", "early"])
-def test_handover_is_measured_once(pair, early, monkeypatch):
-    """By the scheduler, from the offer on, whatever a request has waited for prefill before."""
-    p, d = pair({}, {"tp": 2})
-    connector, told = d.serving.scheduler.connector, []
-    take = connector.get_kv_connector_stats
-    # vLLM's scheduler asks for them in each step; that of 0.22.1 where workers have some, too.
-    monkeypatch.setattr(
-        connector, "get_kv_connector_stats", lambda: told.append(take()) or told[-1]
-    )
-    if early:
-        d.serving.add(DECODED, coordinates(p), max_tokens=2)
-        until(lambda: all(map(len, d.engine.early.values())), d)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    compute(p)
-    offered_s = time.monotonic()
-    if not early:
-        d.serving.add(DECODED, p.serving.handed_over[PREFILLED], max_tokens=2)
-    until(lambda: is_quiet(p, d), p, d)
-    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    told.append(take())
-    (handover_s,) = [each for stats in told if stats for each in stats.data["handover_seconds"]]
-    assert 0 < handover_s < time.monotonic() - offered_s
 
 
 def test_request_that_is_offered_already_is_read_at_once(pair):
@@ -516,14 +491,12 @@ def test_chunks_of_another_attempt_are_read_anew(pair):
 def test_request_that_ends_while_it_is_prefetched(pair, policy, leaves):
     """Its blocks are its own until nothing writes into them, and then nobody's."""
     p, d = pair(policy=policy)
-    consumers = [each.consumer for each in d.engine.transfer_engines.values()]
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
     with pytest.MonkeyPatch.context() as patch:
-        for consumer in consumers:
-            # Whatever arrives meanwhile, nobody takes note of it.
-            patch.setattr(consumer, "advance", lambda *_: None)
+        # Whatever arrives meanwhile, nobody takes note of it.
+        patch.setattr(Transfers, "_has_left_nixl", lambda *_: False)
         begin_chunk(p)()
         begin_chunk(p)()
         begin_chunk(p)

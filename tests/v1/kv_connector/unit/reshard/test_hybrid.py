@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
@@ -40,9 +39,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry
     window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import (
-    scheduler as scheduler_module,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
@@ -249,18 +245,15 @@ def test_groups_with_windows_are_recognised():
 
 
 @pytest.mark.parametrize(
-    ("spec", "cached", "kept", "expected"),
+    ("spec", "cached", "expected"),
     [
-        (FullAttentionSpec(**COMMON), 32, True, (68, True)),
-        (FullAttentionSpec(**COMMON), 32, False, (68, True)),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, True, (67, True)),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, False, (0, False)),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 99, True, (0, False)),
+        (FullAttentionSpec(**COMMON), 32, (68, True)),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, (67, True)),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 99, (0, False)),
     ],
 )
-def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, kept, expected):
+def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, expected):
     """It is not counted as computed, so that its window's blocks are kept until it is."""
-    monkeypatch.setattr(scheduler_module, "PRODUCERS_KEEP_THE_LAST_WINDOW", kept)
     monkeypatch.setattr(
         NixlConnectorScheduler,
         "get_num_new_matched_tokens",
@@ -276,24 +269,6 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
         num_tokens=NUM_TOKENS,
         prompt_token_ids=[0] * NUM_TOKENS,
         kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
     )
     assert scheduler.get_num_new_matched_tokens(request, cached) == expected
-
-
-@requires_base("0.32.0", "0.33.0", reason="its scheduler has no such hook")
-@pytest.mark.parametrize(
-    ("spec", "lookahead_tokens", "expected"),
-    [
-        (FullAttentionSpec(**COMMON), 0, 0),
-        (FullAttentionSpec(**COMMON), 3, 2),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 0, 1),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 3, 2),
-    ],
-)
-def test_prefill_engine_stops_before_the_last_token(spec, lookahead_tokens, expected):
-    """Where layers have windows: what it then holds is what that token attends to."""
-    scheduler = ReshardScheduler.__new__(ReshardScheduler)
-    scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    scheduler.vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=lookahead_tokens)
-    scheduler._has_mamba = scheduler._bounded_replay = False
-    assert scheduler._prefill_backoff() == expected

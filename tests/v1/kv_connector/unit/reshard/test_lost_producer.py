@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 
 import psutil
 import pytest
@@ -38,10 +40,16 @@ SMALL, LARGE = 8, 16384
 
 
 @pytest.fixture
-def producer(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
+def producer(request) -> Iterator[tuple[BaseProcess, RemoteEngineAddress]]:
     """A process that holds blocks, and where it serves."""
     with serving_producer(getattr(request, "param", SMALL)) as started:
         yield started
+
+
+def send(process: BaseProcess, number: int) -> None:
+    """Send a signal to a process, unless it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
 
 
 def test_killed_producer_costs_its_request_and_is_told_once(
@@ -57,7 +65,7 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     (worker,) = reader.workers.values()
     assert not worker.take_failed()
 
-    process.send_signal(signal.SIGSTOP)
+    send(process, signal.SIGSTOP)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
     for _ in range(100):
         progress.step()
@@ -87,13 +95,13 @@ def hung_read(engines, producer, monkeypatch):
     progress = Progress(reader)
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
     progress.until(reader, received="d-a")
-    process.send_signal(signal.SIGSTOP)
+    send(process, signal.SIGSTOP)
     wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
     (transfer_engine,) = reader.transfer_engines.values()
     wait_until(lambda: len(transfer_engine.transfers), progress.step)
     yield process, reader, progress, clock
-    process.send_signal(signal.SIGCONT)
+    send(process, signal.SIGCONT)
 
 
 def landed(reader: Engine, owner: float) -> int:
@@ -131,7 +139,7 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
     assert not transfer_engine.peers.retired
     own(reader, -1.0)
-    process.send_signal(signal.SIGCONT)
+    send(process, signal.SIGCONT)
     # It answers what it was asked, or ends over a reader that is gone.
     settled_at_s = time.monotonic() + 3.0
     wait_until(lambda: time.monotonic() > settled_at_s, progress.step)
@@ -147,9 +155,9 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
     assert worker.take_stats().data["read_failures"] == ["deadline"]
     assert not any("d-b" in seen for seen in progress.received.values())
-    process.send_signal(signal.SIGCONT)
+    send(process, signal.SIGCONT)
     progress.until(reader, received="d-b")
-    assert process.poll() is None
+    assert process.is_alive()
     own(reader, -1.0)
     clock[0] += 1.0
     wait_until(lambda: not transfer_engine.peers.retired, progress.step)

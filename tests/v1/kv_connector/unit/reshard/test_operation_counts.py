@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.memory.cases import read, span
+from tests.v1.kv_connector.unit.reshard.memory.cases import read, select, span
 from tests.v1.kv_connector.unit.reshard.profiling import calls
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import leg as leg_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
@@ -26,11 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import coun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import request_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import remote
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
+    RequestBlocks,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
@@ -40,7 +43,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget impor
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
-    RequestBlocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
@@ -139,7 +141,7 @@ def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), counting) if staged else None
     leg = prepared(src_heads, dst_heads, num_blocks, area)
     transfers = Transfers(area)
-    parts = list(transfers.cut(leg, leg.leg.select([span(block_ids[0])], [span(block_ids[1])])))
+    parts = list(transfers.cut(leg, select(leg.leg, [span(block_ids[0])], [span(block_ids[1])])))
     request = RequestReads("r")
     transfers.start(request, parts, counting)
     transfers.post(0.0, UNLIMITED)
@@ -182,8 +184,8 @@ def test_calls_do_not_grow_with_blocks(staged):
 
 def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
     """A request that is read from 128 ranks is matched, and counted, for one of them."""
-    match, count = Mock(wraps=remote.overlap), Mock(wraps=count_merged)
-    monkeypatch.setattr(remote, "overlap", match)
+    match, count = Mock(wraps=request_blocks.overlap), Mock(wraps=count_merged)
+    monkeypatch.setattr(request_blocks, "overlap", match)
     monkeypatch.setattr(leg_module, "count_merged", count)
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), StagingPolicy())
     legs = [prepared(1, 1, 4096, area) for _ in range(128)]
@@ -206,7 +208,7 @@ def test_what_cannot_merge_is_not_compared(monkeypatch):
     monkeypatch.setattr(leg_module, "count_merged", count := Mock())
     leg = prepared(1, 2, 4096, None).leg
     blocks = [span(range(1, 1025))]
-    assert leg.num_merged(leg.select(blocks, blocks)) == 1024 * PLANES
+    assert leg.num_merged(select(leg, blocks, blocks)) == 1024 * PLANES
     assert count.call_count == 0
 
 

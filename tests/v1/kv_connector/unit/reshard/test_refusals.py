@@ -8,19 +8,18 @@ pipeline stage, is left to that one. Whoever adds a refusal says here why it is 
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.programs import run_program
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     ASK_FOR_UPSTREAMS,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
 UNIT = Path(__file__).parent
 ROOT = UNIT.parents[4]
@@ -83,14 +82,14 @@ _DESCRIBED = "test_what_cannot_be_described_is_refused"
 _KEYS, _REPLIES = "transport/test_authentication.py", "protocol/test_metadata.py"
 REFUSALS = [
     Refusal(
-        "connector.NixlConnector.__new__",
+        "connector.reason_for_upstream",
         "does not support pipeline parallelism",
         GETS_IT,
         "with one stage this line is not reached",
         "test_left_to_upstream.py::test_specifications_that_are_not_known_are_left_to_upstream",
     ),
     Refusal(
-        "connector.NixlConnector.__new__",
+        "connector.reason_for_upstream",
         "set kv_connector to NixlConnector",
         GETS_IT,
         "the plugin's other name keeps vLLM from its own checks; with NixlConnector it is served",
@@ -345,6 +344,7 @@ def text_of(message: ast.expr) -> str:
     return ast.unparse(message)
 
 
+@cache
 def refusals() -> list[tuple[str, str]]:
     """Where an engine is refused, and the message."""
     return [
@@ -406,21 +406,36 @@ def test_what_is_known_too_late_names_the_other_connector(refusal):
     assert "use another attention backend" not in message
 
 
-_WITHOUT_NIXL = f"""
+_WITHOUT_NIXL = """
 import sys
 
 sys.modules["nixl"] = sys.modules["nixl._api"] = None  # As where no such package is installed.
-import vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector
-from {NixlAgent.__module__} import NixlAgent
+from reshard.transport.agent import NixlAgent
 
 NixlAgent("name")
 """
 
 
 def test_nixl_is_asked_for_by_name():
-    """Without it the connector can be imported, and says what to install."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_NIXL], capture_output=True, text=True, timeout=120
-    )
+    """Without it what uses it can be imported, and says what to install."""
+    ended = run_program(_WITHOUT_NIXL)
     assert "LocalLayoutError" in ended.stderr, ended.stderr
     assert "install nixl>=1.5" in ended.stderr.splitlines()[-1]
+
+
+def test_nobody_imports_nixl_but_by_vllm():
+    """So that the connector can be imported without it: vLLM's import may fail."""
+    imported = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in (
+            [each.name for each in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert "vllm.distributed.nixl_utils" in imported
+    assert not [name for name in imported if name.partition(".")[0] == "nixl"]

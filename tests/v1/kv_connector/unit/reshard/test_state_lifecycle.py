@@ -97,6 +97,20 @@ def test_prefill_leaves_the_last_token_and_offers_one_state(serving, mode):
 
 
 @every_mode
+def test_state_after_all_of_a_prompt_is_not_read(serving, mode):
+    """Prompt log-probabilities want all of it at one engine; the other computes, and tells so."""
+    p, d = serving(state=STATES[mode]), serving(state=STATES[mode])
+    p.add("p-a", {"do_remote_decode": True}, prompt_logprobs=1)
+    assert run(p, "p-a") == PROMPT_TOKENS
+    assert p.handed_over["p-a"]["remote_num_tokens"] == PROMPT_TOKENS
+    d.add("d-a", p.handed_over["p-a"])
+    computed = d.step()["d-a"]
+    (receive,) = d.told.receive.values()
+    assert not any(receive.local_block_ids) and receive.fingerprint.num_tokens == PROMPT_TOKENS
+    assert computed + run(d, "d-a") == PROMPT_TOKENS
+
+
+@every_mode
 def test_decode_reads_the_state_and_computes_the_last_token(serving, mode):
     """The state of its group's one block, after as many tokens as are held."""
     d = serving(state=STATES[mode])

@@ -53,14 +53,6 @@ _GEMMA3 = {
     "sliding_window": 256,
     "query_pre_attn_scalar": 128,
 }
-MINIMAX_M3 = {
-    **COMMON,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "model_type": "minimax_m3_text",
-    "sparse_attention_config": {"sparse_index_dim": 128, "sparse_attention_freq": [0, 1, 1, 1]},
-    "num_mtp_modules": 1,
-}
 DEEPSEEK_V4 = {
     **COMMON,
     **DEEPSEEK4,
@@ -68,40 +60,6 @@ DEEPSEEK_V4 = {
     "num_attention_heads": 64,
     "num_key_value_heads": 1,
     "compress_ratios": [0, 4, 128, 4, 0, 128],
-}
-KIMI_LINEAR = {
-    **MLA,
-    "model_type": "kimi_linear",
-    "linear_attn_config": {
-        "kda_layers": [1, 2, 3],
-        "full_attn_layers": [4],
-        "num_heads": 8,
-        "head_dim": 64,
-        "short_conv_kernel_size": 4,
-    },
-}
-INKLING = {
-    "model_type": "inkling_mm_model",
-    "text_config": {
-        **COMMON,
-        "model_type": "inkling_model",
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "v_head_dim": None,
-        "sliding_window_size": 512,
-        "local_layer_ids": [0, 1, 2],
-        "swa_num_key_value_heads": 8,
-        "swa_head_dim": 32,
-        "use_sconv": True,
-        "sconv_kernel_size": 4,
-    },
-}
-HY_V4 = {
-    **MLA,
-    **_INDEXER,
-    "model_type": "hy_v4",
-    "layer_types": ["full_attention"] + ["sparse_attention"] * 3,
-    "indexer_types": ["full", "full", "shared", "full"],
 }
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "DeepSeek V3": {

@@ -9,19 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.layouts import EngineLayout
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.planning import plan_engines
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.sizes import Sizes, from_sizes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.svg import draw_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(prefill, decode, num_layers, num_kv_heads):
+def drawn(prefill, decode, num_layers, num_kv_heads, *, is_latent=False, num_shares=1):
     """The plan between two meshes, and the root of its drawing."""
-    src, dst = (shard_model(mesh, num_layers, num_kv_heads) for mesh in (prefill, decode))
-    plan = plan_reshard(src, dst)
-    return plan, ElementTree.fromstring(draw_plan(prefill, decode, src, dst, plan))
+    layouts = EngineLayout(prefill, num_shares), EngineLayout(decode)
+    sizes = Sizes(num_layers, num_kv_heads, 64, is_latent=is_latent)
+    answer = from_sizes(sizes, "a test", layouts)
+    planned = plan_engines(*answer.engines, 16)
+    return planned.plan, ElementTree.fromstring(draw_plan(answer, planned))
 
 
 def rectangles(root, kind):
@@ -51,7 +54,12 @@ def test_one_rectangle_for_each_read_and_each_prefill_rank(data, num_heads, num_
     ]
     mesh = st.builds(ParallelMesh, st.integers(1, 4), st.sampled_from(sizes))
     prefill, decode = data.draw(mesh), data.draw(mesh)
-    plan, root = drawn(prefill, decode, num_layers, num_heads)
+    shares = st.sampled_from([1, 2]) if prefill.tp_size % 2 == 0 else st.just(1)
+    is_latent = num_heads == 1
+    num_shares = data.draw(shares) if is_latent else 1
+    plan, root = drawn(
+        *(prefill, decode, num_layers, num_heads), is_latent=is_latent, num_shares=num_shares
+    )
     reads, sources = rectangles(root, "read"), rectangles(root, "source")
     assert len(reads) == len(plan.reads)
     assert len(sources) == prefill.world_size
@@ -89,7 +97,7 @@ def test_every_read_is_labelled_with_its_source(prefill, decode):
     ):
         inside = [text for x, y, text in labels if left < x < right and top < y < bottom]
         assert str(read.src_rank) in inside
-        assert f"heads {read.units}" in inside
+        assert f"units {read.units}" in inside
 
 
 def test_what_nobody_reads_is_told_apart():

@@ -44,9 +44,14 @@ def config(**changes) -> SimpleNamespace:
         vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
     )
     values.update(speculative=None, lookahead=1, multimodal=None, prefix_caching=True, stage=None)
+    values.update(load_format="auto", quantization=None, hf_config=SimpleNamespace())
     values.update(changes)
     return SimpleNamespace(
+        load_config=SimpleNamespace(load_format=values["load_format"], download_dir=None),
         model_config=SimpleNamespace(
+            revision=None,
+            quantization=values["quantization"],
+            hf_config=values["hf_config"],
             model=values["model"],
             dtype=values["dtype"],
             use_mla=values["mla"],
@@ -85,6 +90,7 @@ def worker_config(
         model: Of its `ModelConfig`.
     """
     return SimpleNamespace(
+        load_config=SimpleNamespace(load_format="dummy"),
         model_config=SimpleNamespace(multimodal_config=None, **model),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         attention_config=None,

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import 
     content_keys,
     content_token_ids,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import bind_adapter
 
 
 def request(**values) -> Request:
@@ -33,11 +34,15 @@ def test_text_depends_on_nothing_else():
     assert content_keys(request(), 10) == []
 
 
-def test_adapters_are_known_by_name():
+def test_adapters_are_known_by_what_they_are():
     """Nodes keep one adapter in different places, under numbers of their own."""
-    here, there = LoRARequest("sql", 1, "here"), LoRARequest("sql", 2, "there")
-    assert content_keys(request(lora_request=here), 10) == [("lora", "sql")]
-    assert content_keys(request(lora_request=there), 10) == [("lora", "sql")]
+    here, there = LoRARequest("sql", 1, "here"), LoRARequest("other", 2, "there")
+    for adapter in here, there:
+        asked = request(lora_request=adapter)
+        assert content_keys(asked, 10) == [("lora", adapter.lora_name)]
+        asked.kv_transfer_params = {"do_remote_decode": True}
+        assert bind_adapter(asked.kv_transfer_params, "5ca1ab1e")
+        assert content_keys(asked, 10) == [("adapter", "5ca1ab1e")]
 
 
 def test_salt_is_a_key():

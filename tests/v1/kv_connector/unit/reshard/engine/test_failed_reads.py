@@ -143,9 +143,3 @@ def test_what_workers_say_in_one_step_comes_together():
     """Each is heard."""
     both = WorkerNews({"a", "b"}).aggregate(WorkerNews({"b", "c"}))
     assert both == WorkerNews({"a", "b", "c"})
-
-
-def test_offer_is_known_since_the_first_worker_saw_it():
-    """Each tells for how long it has known it."""
-    both = WorkerNews(offered_s={"a": 0.5, "b": 0.25}).aggregate(WorkerNews(offered_s={"a": 0.75}))
-    assert both.offered_s == {"a": 0.75, "b": 0.25} and both

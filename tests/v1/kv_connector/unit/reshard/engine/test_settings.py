@@ -89,20 +89,16 @@ def test_values_that_cannot_be_are_named(name, value):
 
 
 @pytest.mark.parametrize(
-    ("backends", "num_lanes", "on_cpu_us", "elsewhere_us"),
-    [(["UCX"], 4, 10_000, 0), (["LIBFABRIC"], 1, 100, 100), (["UCX", "GDS"], 1, 100, 100)],
+    ("backends", "on_cpu_us", "elsewhere_us"),
+    [(["UCX"], 10_000, 0), (["LIBFABRIC"], 100, 100), (["UCX", "GDS"], 100, 100)],
 )
-def test_agents_with_progress_threads_are_few_and_rest(
-    backends, num_lanes, on_cpu_us, elsewhere_us
-):
+def test_progress_threads_rest(backends, on_cpu_us, elsewhere_us):
     """Unless the options say otherwise; agents that are polled cost nothing while they are idle."""
     settings = read_settings(config({"backends": backends}))
-    assert settings.lanes() == num_lanes
     assert settings.progress_delay_us(on_cpu=True) == on_cpu_us
     assert settings.progress_delay_us(on_cpu=False) == elsewhere_us
-    chosen = {"num_lanes": 2, "nixl_progress_delay_us": 7}
-    settings = read_settings(config({"backends": backends, **chosen}))
-    assert (settings.lanes(), settings.progress_delay_us(on_cpu=True)) == (2, 7)
+    settings = read_settings(config({"backends": backends, "nixl_progress_delay_us": 7}))
+    assert settings.progress_delay_us(on_cpu=True) == 7
 
 
 def test_networks_are_read():
@@ -171,6 +167,8 @@ def test_what_does_nothing_is_said():
     assert remarks_on(config({"num_threads": 2})) == []
     (unchecked,) = remarks_on(config({"enforce_handshake_compat": False}))
     assert "are not refused" in unchecked
+    (other_weights,) = remarks_on(config({"allow_other_weights": True}))
+    assert "computed with other weights are read" in other_weights
 
 
 @pytest.mark.parametrize(("policy", "told"), [("fail", True), ("recompute", False)])

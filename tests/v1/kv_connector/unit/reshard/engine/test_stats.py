@@ -29,7 +29,6 @@ RECORDS = {
     "transfer": lambda stats: stats.record_transfer(TELEMETRY),
     "handshake": lambda stats: stats.record_handshake(0.25),
     "prefill wait": lambda stats: stats.record_prefill_wait(1.5),
-    "handover": lambda stats: stats.record_handover(0.5),
     "exposed transfer": lambda stats: stats.record_exposed_transfer(0.25),
     "failed handshake": lambda stats: stats.record_handshake_failure(
         errors.RemoteRefusedError("no")
@@ -109,7 +108,6 @@ def test_prometheus_shows_every_kind(prometheus):
     metrics.observe(stats.data)
     assert value(registry, "vllm:nixl_handshake_seconds_count") == 2
     assert value(registry, "vllm:nixl_prefill_wait_seconds_count") == 2
-    assert value(registry, "vllm:nixl_handover_seconds_sum") == 1.0
     assert value(registry, "vllm:nixl_exposed_transfer_seconds_sum") == 0.5
     assert value(registry, "vllm:nixl_handshake_failures_total", reason="refused") == 2
     assert value(registry, "vllm:nixl_handshake_failures_total", reason="layout") == 0

@@ -186,7 +186,7 @@ def idle_transfer_engine(num_peers: int) -> TransferEngine:
         answered.set_result(made)
         return answered
 
-    lanes = Lanes(lambda: at_once(Lane(agent)), 1)
+    lanes = Lanes(lambda: at_once(Lane(agent)))
     lowered = SimpleNamespace(num_ranks=1, rank=MeshRank(0, 0), summary="reads nothing")
     peers = PeerTable(lambda _: at_once(lowered), lambda *_: Connection(), lanes, 600.0)
     transfers = Transfers()

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
     shard_of_worker,
@@ -197,7 +198,7 @@ def transfer(leg: Leg, source: Rank, reader: Rank, start_token: int, limit_bytes
         start_token: What comes before it, the reader has.
         limit_bytes: Of a window; 0 where it goes direct.
     """
-    selected = leg.select([source.side.span(0)], [reader.side.span(start_token)])
+    selected = select(leg, [source.side.span(0)], [reader.side.span(start_token)])
     if not limit_bytes:
         at_source, here = leg.indices(selected)
         move(places(leg.src, at_source), places(leg.dst, here), int(leg.src.rows[0, 1]))

@@ -133,6 +133,7 @@ class Engine:
         if pcp > 1:
             self.shards = tuple(dealt_over_pcp(shard, pcp, tp) for shard in self.shards)
         config = SimpleNamespace(
+            load_config=SimpleNamespace(load_format="dummy"),
             model_config=SimpleNamespace(
                 use_mla=mla,
                 hf_text_config=SimpleNamespace(model_type="llama"),

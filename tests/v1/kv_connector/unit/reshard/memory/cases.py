@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, Selection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan, overlap
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
     StagingPolicy,
 )
@@ -96,11 +97,24 @@ def descriptor(end, index: int) -> slice:
     return slice(address + block * stride, address + block * stride + length)
 
 
+def select(leg: Leg, src_blocks, dst_blocks) -> list[Selection]:
+    """What a leg moves between blocks of each group, which are given by the tokens that they hold.
+
+    Without what `RequestBlocks` checks of a request's blocks before.
+    """
+    sizes = leg.src.block_tokens, leg.dst.block_tokens
+    return [
+        Selection(common, planes)
+        for (src, dst), planes in leg.planes_by_groups
+        if (common := overlap(src_blocks[src], dst_blocks[dst], *sizes)) is not None
+    ]
+
+
 def transfer(legs, src: Memory, dst: Memory, src_blocks, dst_blocks) -> int:
     """Copy every descriptor; returns how many there were."""
     copied = 0
     for leg in legs:
-        src_indices, dst_indices = leg.indices(leg.select(src_blocks, dst_blocks))
+        src_indices, dst_indices = leg.indices(select(leg, src_blocks, dst_blocks))
         assert src_indices.dtype == dst_indices.dtype == np.int32
         for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
             dst.bytes[descriptor(leg.dst, dst_index)] = src.bytes[descriptor(leg.src, src_index)]

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
@@ -33,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     TokenShare,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
 
 NUM_IDS, NUM_TOKENS = 5, 24
@@ -251,7 +252,7 @@ def assert_all_arrives(src, dst, src_forms, dst_forms, replica_offset, read_leg)
         for read in plan.reads_of(shard.rank):
             source = sources[read.src_rank]
             for leg in lower_read(read, source.cache, reader.cache):
-                selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
+                selected = select(leg, spans(source, num_layers), spans(reader, num_layers))
                 read_leg(leg, selected, source, reader)
         np.testing.assert_array_equal(reader.bytes, reader.expected(shard))
 

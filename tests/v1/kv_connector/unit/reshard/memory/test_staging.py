@@ -17,6 +17,7 @@ from tests.v1.kv_connector.unit.reshard.memory.cases import (
     descriptor,
     policies,
     read,
+    select,
     span,
     transfer,
     transfers,
@@ -44,7 +45,7 @@ def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, memor
     arena, sizes = torch.zeros(ARENA, dtype=torch.uint8), []
     own = torch.from_numpy(dst.bytes)
     memories = memory_of([own])
-    for window in staged.windows(staged.leg.select(*blocks), limit):
+    for window in staged.windows(select(staged.leg, *blocks), limit):
         # Anywhere, as long as it is aligned.
         start = 3 * staged.descriptor_bytes
         where = Span(start, start + window.size_bytes)
@@ -77,7 +78,7 @@ def test_staged_reads_move_what_direct_ones_do(memory_of, case, limit, seed):
         sizes = stage(staged, src, dst, blocks, limit, memory_of)
         assert all(size <= max(limit, staged.slice_bytes) for size in sizes)
         assert sum(sizes) == staged.slice_bytes * sum(
-            len(each.overlap.src_blocks) * len(each.planes) for each in leg.select(*blocks)
+            len(each.overlap.src_blocks) * len(each.planes) for each in select(leg, *blocks)
         )
     np.testing.assert_array_equal(dst.bytes, expected)
 
@@ -108,7 +109,7 @@ def test_counting_is_left_out_only_where_it_would_not_matter(case, policy):
     (src, dst), planned, blocks = case
     for leg in lower_read(planned, src.cache(), dst.cache()):
         staged = stage_leg(leg, src.cache())
-        if not (selections := leg.select(*blocks)):
+        if not (selections := select(leg, *blocks)):
             continue
         num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
         plane = leg.pairs[0].dst
@@ -124,7 +125,7 @@ def test_descriptors_are_counted_as_they_merge(case):
     """In each run of heads of each plane, those that follow and adjoin one another are one."""
     (src, dst), planned, blocks = case
     for leg in lower_read(planned, src.cache(), dst.cache()):
-        selections = leg.select(*blocks)
+        selections = select(leg, *blocks)
         num_merged = num_descriptors = 0
         for selection in selections:
             ends = leg.indices([selection])
@@ -159,7 +160,7 @@ def test_pages_that_adjoin_at_the_source_are_merged_in_the_arena_only(
 ):
     """Of 4 blocks in 4 planes, whole pages there are halves of pages here."""
     leg, stage = legs_of(2, 4)
-    selections = leg.select([span(src_ids)], [span(dst_ids)])
+    selections = select(leg, [span(src_ids)], [span(dst_ids)])
     assert leg.num_merged(selections) == direct
     assert stage.num_merged(selections) == staged
 
@@ -176,7 +177,7 @@ def test_pages_that_adjoin_at_the_source_are_merged_in_the_arena_only(
 def test_direct_reads_merge_what_adjoins_at_both_ends(src_ids, dst_ids, merged):
     """Also where both tables descend: descriptors are in the order of the source's memory."""
     leg, _ = legs_of(4, 4)
-    selections = leg.select([span(src_ids)], [span(dst_ids)])
+    selections = select(leg, [span(src_ids)], [span(dst_ids)])
     assert leg.num_merged(selections) == merged
     src_indices, dst_indices = leg.indices(selections)
     breaks = (np.diff(src_indices) != 1) | (np.diff(dst_indices) != 1)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalLayoutError,
     RemoteLayoutError,
@@ -24,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     UnitInterval,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 
 
 def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4, partition=None):

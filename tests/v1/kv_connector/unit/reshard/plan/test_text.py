@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.figures import (
-    CacheSizes,
-    measure_plan,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
@@ -19,17 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.text import (
     ranks_text,
 )
 
-SIZES = CacheSizes(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
-
 
 def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4):
     """The shards of an engine."""
     return shard_model(ParallelMesh(pp, tp), layers, heads)
-
-
-def measured(src, dst, cache_sizes=SIZES, prompt_tokens=1024):
-    """The figures of the plan between two engines."""
-    return measure_plan(plan_reshard(src, dst), src, dst, cache_sizes, prompt_tokens)
 
 
 def test_reads_are_one_line():

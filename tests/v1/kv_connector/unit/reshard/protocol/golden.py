@@ -83,9 +83,10 @@ FACTORS = {
         "draft_kv_cache_dtype",
         "draft_lookahead",
         "parallel_drafting",
+        "weights",
     )
 }
-"""All that an engine says in version 5. Another one wants another version."""
+"""All that an engine says in version 6. Another one wants another version."""
 
 OFFER: OfferFingerprint = fingerprint(
     range(7, 47),
@@ -136,6 +137,7 @@ PARAMS: Params = {
     "remote_port": 5600,
     "remote_block_ids": [[5, 2, 9], [4]],
     "remote_num_tokens": 40,
+    "remote_adapter": "5ca1ab1e5ca1ab1e",
     "remote_secret": write_secret(SECRET),
     "tp_size": 2,
     "pp_size": 2,

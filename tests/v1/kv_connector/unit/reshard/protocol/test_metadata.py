@@ -129,6 +129,16 @@ class TestOwnEngine:
         with pytest.raises(LocalLayoutError, match="dtype is unset on rank pp0tp0"):
             encode_reply(workers)
 
+    def test_weights_that_one_worker_does_not_know(self):
+        """A node may lack the checkpoint's files: its engine then tells no weights."""
+        told = {**FACTORS, "weights": "5ca1ab1e"}
+        workers = handshakes(describe((0, 0)), factors=told) | handshakes(describe((0, 1)))
+        reply = decode_reply(encode_reply(workers), told, ANY_MESH)
+        assert not reply.compares_weights
+        workers |= handshakes(describe((0, 1)), factors={**told, "weights": "other"})
+        with pytest.raises(LocalLayoutError, match="weights is 5ca1ab1e on rank pp0tp0 but other"):
+            encode_reply(workers)
+
     def test_worker_in_another_place(self):
         """A worker's rank is what the engine takes it for."""
         ((_, handshake),) = handshakes(describe((0, 1))).items()
@@ -175,11 +185,12 @@ class TestPeer:
 
     def test_another_version_is_not_read_further(self):
         """Both versions are named, however else that version writes what follows."""
-        for change in ({"factors": 1}, {"refusal": "request reshard/5 is unknown"}):
-            greeting, *_ = with_greeting(**change, version=6)
+        for change in ({"factors": 1}, {"refusal": f"request {SPOKEN} is unknown"}):
+            greeting, *_ = with_greeting(**change, version=SPOKEN.newest + 1)
             for reply in ([greeting], [greeting, b"\xc1"]):
                 with pytest.raises(
-                    RemoteIncompatibleError, match=r"peer speaks reshard/6.* reshard/5"
+                    RemoteIncompatibleError,
+                    match=rf"peer speaks reshard/{SPOKEN.newest + 1}.* {SPOKEN}",
                 ):
                     decode_reply(reply, FACTORS, BOUNDS)
 

@@ -103,7 +103,9 @@ def test_request_is_understood(version):
     """Its verb says what the peer speaks."""
     (frame,) = golden.frames_of(version, "request")
     verb, *numbers = msgspec.msgpack.decode(frame)
-    assert read_verb(verb.partition(b" ")[0]) == VersionRange(version, version)
+    spoken = read_verb(verb.partition(b" ")[0])
+    assert spoken is not None
+    assert (spoken.newest, spoken.agreed(SPOKEN)) == (version, version)
     assert numbers == [0, 0]
 
 
@@ -112,6 +114,7 @@ def test_reply_is_understood(version):
     """All that it says is believed."""
     reply = decode_reply(golden.frames_of(version, "reply"), golden.FACTORS, ANY_MESH)
     assert (reply.version, reply.release) == (version, "the vllm_version")
+    assert reply.compares_weights == (version >= 6)
     assert reply.workers == golden.WORKERS
 
 
@@ -154,7 +157,7 @@ def test_what_an_older_version_does_not_have_is_left_out(monkeypatch):
     """Neither said to a peer that speaks it, nor asked of one."""
     newer = VersionRange(SPOKEN.oldest, SPOKEN.newest + 1)
     monkeypatch.setattr(metadata, "SPOKEN", newer)
-    monkeypatch.setattr(compatibility, "FACTORS_SINCE", {"colour": newer.newest})
+    monkeypatch.setattr(compatibility, "FACTORS_SINCE", {"weights": 6, "colour": newer.newest})
     factors = {**golden.FACTORS, "colour": "red"}
     said = {
         (each.shard.rank.pp_rank, 1): metadata.WorkerHandshake(

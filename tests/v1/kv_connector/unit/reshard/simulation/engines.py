@@ -221,7 +221,7 @@ class Worker:
         def connect(lane: Lane, lowered: LoweredEngine) -> PeerConnection:
             return PeerConnection(lane, lowered, world.limits.hung_grace_s, lambda: world.now_s)
 
-        lanes = Lanes(lambda: waking(dialer.make_lane()), random.choice((1, 1, 2)))
+        lanes = Lanes(lambda: waking(dialer.make_lane()))
         peers = PeerTable(
             lambda address: waking(dialer.dial(address)), connect, lanes, world.limits.idle_limit_s
         )

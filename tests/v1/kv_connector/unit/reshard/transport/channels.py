@@ -84,7 +84,7 @@ def reply_of(*workers: WorkerDescription) -> list[bytes]:
 
 
 REPLY = reply_of(*WORKERS)
-REPLIES = {SPOKEN.newest: REPLY}
+REPLIES = dict.fromkeys(range(SPOKEN.oldest, SPOKEN.newest + 1), REPLY)
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def serving(
     reply: Sequence[bytes] = REPLY, port: int = 0, key: ChannelKey | None = None
 ) -> Iterator[HandshakeServer]:
     """A started server."""
-    server = HandshakeServer(HOST, port, {SPOKEN.newest: reply}, key)
+    server = HandshakeServer(HOST, port, dict.fromkeys(REPLIES, reply), key)
     server.start()
     try:
         yield server

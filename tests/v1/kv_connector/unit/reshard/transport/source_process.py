@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import uuid
@@ -16,12 +15,12 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 import psutil
 
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
 COUNT, BYTES = 64, 1 << 20
 """Descriptors of a source, and their size: more than the kernel buffers."""
-_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,8 @@ class Source:
 
 @contextmanager
 def serving_sources(backend: str, tls: str, *values: int) -> Iterator[list[Source]]:
-    """Start a process for each value, which is that of all of its bytes.
-
-    They are forked from one that has imported all, which takes seconds.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    """Start a process for each value, which is that of all of its bytes."""
+    context = forking()
     started: list[tuple[BaseProcess, Connection]] = []
     try:
         for value in values:
@@ -70,7 +65,7 @@ def serving_sources(backend: str, tls: str, *values: int) -> Iterator[list[Sourc
             child.close()
         sources = []
         for process, pipe in started:
-            assert pipe.poll(_ANSWER_S), "the source does not answer"
+            assert pipe.poll(ANSWER_S), "the source does not answer"
             sources.append(Source(process, *pipe.recv()))
         yield sources
     finally:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tests.v1.kv_connector.unit.reshard.transport.backends import BACKENDS, available
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.ranks import (
@@ -27,6 +28,7 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     sequence_of,
 )
 from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
@@ -36,7 +38,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Prepared,
@@ -284,7 +285,7 @@ def run_reads(
                 prepare(staged.src.rows, peer),
             )
             prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
-            parts += transfers.cut(prepared, leg.select(*blocks))
+            parts += transfers.cut(prepared, select(leg, *blocks))
     # No time passes, so that no window loses its patience and goes direct.
     request = RequestReads("request")
     transfers.start(request, parts, agent)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from tests.v1.kv_connector.unit.reshard.transport.checks import Check
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
@@ -99,7 +100,7 @@ def test_reads_messages_and_checks(monkeypatch, make_source, make_reader):
     transfers = []
     for leg in connection.legs:
         spans = (BLOCKS, BLOCKS)
-        remote, local = leg.leg.indices(leg.leg.select(*spans))
+        remote, local = leg.leg.indices(select(leg.leg, *spans))
         transfers.append(connection.read(leg.local, local, leg.remote, remote))
     assert connection.lifetime.in_flight == len(transfers) and not connection.is_drained
     for transfer in transfers:

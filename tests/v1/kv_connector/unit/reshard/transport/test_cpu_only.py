@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.programs import run_program
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import (
     compute_alone,
     running_on,
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 THREADS = """
 import threading
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import compute_alone
+from reshard.transport.cpu import compute_alone
 
 torch.set_num_threads(2)
 torch.ones(1 << 20).sum()
@@ -57,9 +56,7 @@ def cores_of_thread(cores: set[int] | None) -> set[int]:
 
 def test_thread_computes_with_one_core_and_leaves_others_theirs():
     """Also in a worker on CPU, where torch's own setting does nothing."""
-    run = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=True
-    )
+    run = run_program(THREADS)
     assert run.stdout.split()[-2:] == ["1", "2"]
 
 

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
 from tests.v1.kv_connector.unit.reshard.transport.backends import BACKENDS, available
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from tests.v1.kv_connector.unit.reshard.transport.remotes import nixl_reader
@@ -28,15 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     can_be_polled,
 )
 
-ROOT = Path(__file__).parents[6]
-READS_AGAIN = "reads again"
 TLS = "tcp,self"
 END_S = 30.0
 """How long the read and the end of its agent may take together; with UCX, far less than 1 s."""
 
 _NEVER_ENDS = pytest.mark.xfail(
     reason="libfabric's provider for TCP tries to connect for ever, and NIXL (1.5.1) waits for it",
-    raises=subprocess.TimeoutExpired,
+    raises=TimeoutError,
     strict=True,
 )
 
@@ -47,51 +43,53 @@ _NEVER_ENDS = pytest.mark.xfail(
 )
 def test_read_from_a_source_that_has_ended_is_no_end_of_the_reader(backend):
     """It fails, and its agent can be closed, both in a process that may be ended if not."""
-    command = [sys.executable, "-m", __name__, available(backend)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "UCX_TLS": TLS},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as reader:
+    available(backend)
+    ours, theirs = forking().Pipe()
+    with serving_sources(backend, TLS, 1) as (source,), ours:
+        given = (theirs, backend, source.address, source.metadata)
+        reader = forking().Process(target=_read_again, args=given)
+        reader.start()
+        theirs.close()
         try:
-            assert reader.stdout is not None
-            assert any(line.strip() == READS_AGAIN for line in reader.stdout), "it did not begin"
-            assert reader.wait(END_S) == 0
+            assert ours.poll(ANSWER_S), "it did not begin"
+            ours.recv()
+            source.kill()
+            ours.send(None)
+            assert ours.poll(ANSWER_S), "it does not read again"
+            ours.recv()
+            reader.join(END_S)
+            if reader.is_alive():
+                raise TimeoutError("it does not end")
+            assert reader.exitcode == 0
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(reader.pid, signal.SIGKILL)
+            reader.kill()
+            reader.join()
 
 
-def _read_again(backend: str) -> None:
+def _read_again(pipe: Connection, backend: str, address: int, metadata: bytes) -> None:
     """Read from a source before and after its end."""
-    with serving_sources(backend, TLS, 1) as (source,):
-        agent = nixl_reader("reader", backend)
-        memory = np.zeros((COUNT, BYTES), np.uint8)
-        agent.register([(memory.ctypes.data, memory.nbytes, 0)])
-        peer = agent.connect(source.metadata)
-        local, remote = (
-            agent.prepare(np.array([[address, BYTES, 0, BYTES, COUNT]], dtype=np.uint64), whose)
-            for address, whose in ((memory.ctypes.data, None), (source.address, peer))
-        )
-        indices = np.arange(COUNT, dtype=np.int32)
-        first = agent.read(local, indices, remote, indices)
-        wait_until(lambda: agent.poll(first) is TransferState.DONE)
-        agent.release(first)
-        source.kill()
-        if not can_be_polled([backend]):
-            # Its thread gives the connection up; a read before that fails at once.
-            connections = psutil.Process().net_connections
-            states = psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT
-            wait_until(lambda: all(each.status not in states for each in connections("tcp")))
-        print(f"\n{READS_AGAIN}", flush=True)
-        with suppress(TransferError):
-            again = agent.read(local, indices, remote, indices)
-            wait_until(lambda: agent.poll(again) is TransferState.FAILED)
-        agent.close()
-
-
-if __name__ == "__main__":
-    _read_again(sys.argv[1])
+    os.environ["UCX_TLS"] = TLS
+    agent = nixl_reader("reader", backend)
+    memory = np.zeros((COUNT, BYTES), np.uint8)
+    agent.register([(memory.ctypes.data, memory.nbytes, 0)])
+    peer = agent.connect(metadata)
+    local, remote = (
+        agent.prepare(np.array([[start, BYTES, 0, BYTES, COUNT]], dtype=np.uint64), whose)
+        for start, whose in ((memory.ctypes.data, None), (address, peer))
+    )
+    indices = np.arange(COUNT, dtype=np.int32)
+    first = agent.read(local, indices, remote, indices)
+    wait_until(lambda: agent.poll(first) is TransferState.DONE)
+    agent.release(first)
+    pipe.send(None)
+    pipe.recv()
+    if not can_be_polled([backend]):
+        # Its thread gives the connection up; a read before that fails at once.
+        connections = psutil.Process().net_connections
+        states = psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT
+        wait_until(lambda: all(each.status not in states for each in connections("tcp")))
+    pipe.send(None)
+    with suppress(TransferError):
+        again = agent.read(local, indices, remote, indices)
+        wait_until(lambda: agent.poll(again) is TransferState.FAILED)
+    agent.close()

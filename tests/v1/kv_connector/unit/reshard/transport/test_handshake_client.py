@@ -9,8 +9,6 @@ import errno
 import re
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.v1.kv_connector.unit.reshard.programs import run_program
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     BOUNDS,
     DEADLINE_S,
@@ -458,11 +457,10 @@ class TestLife:
 
     def test_end_of_the_interpreter_does_not_wait_for_a_resolver(self):
         """Nor does closing: a resolver may take minutes to say that it knows nothing."""
-        package = HandshakeClient.__module__.rpartition(".")[0].rpartition(".")[0]
         program = (
             "import threading\n"
-            f"from {package}.protocol.messages import RemoteEngineAddress\n"
-            f"from {package}.transport import handshake_client, resolver\n"
+            "from reshard.protocol.messages import RemoteEngineAddress\n"
+            "from reshard.transport import handshake_client, resolver\n"
             "asked = threading.Event()\n"
             "def hang(name):\n"
             "    asked.set()\n"
@@ -474,7 +472,7 @@ class TestLife:
             "assert asked.wait(20)\n"
             "client.close()\n"
         )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+        run_program(program).check_returncode()
 
     def test_request_that_was_cancelled(self):
         """Nobody is told, and the next is served."""

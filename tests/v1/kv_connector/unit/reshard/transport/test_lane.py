@@ -77,13 +77,18 @@ def making(reader) -> Making:
     return Making(reader)
 
 
-def ready_lanes(making: Making, num_lanes: int) -> Lanes:
-    """Lanes that are made, and none for suspects."""
-    lanes = Lanes(making, num_lanes)
+def ready_lanes(making: Making) -> Lanes:
+    """The lane that every peer begins with is made."""
+    lanes = Lanes(making)
     lanes.prepare(0.0)
     making.make_all()
-    assert len(lanes) == num_lanes
+    assert len(lanes) == 1
     return lanes
+
+
+def pick(lanes: Lanes, now_s: float = 0.0) -> Lane | None:
+    """The lane of a newcomer."""
+    return lanes.pick(now_s, is_proven=False, is_suspect=False)
 
 
 @pytest.fixture(params=AGENTS.values(), ids=AGENTS.keys())
@@ -95,83 +100,57 @@ def make_agents(request):
 # Which lane a peer gets.
 
 
-def test_peers_are_spread_over_the_lanes(making, reader):
-    """The least used one is taken; where one peer has gone, the next one comes."""
-    lanes = ready_lanes(making, 3)
-    used = []
-    for _ in range(6):
-        lane = lanes.pick(0.0, is_suspect=False)
-        used.append(reader.connected(lane, RemoteEngineStub()))
-    assert [len(lane.connections) for lane in lanes.ready] == [2, 2, 2]
-    used[4].close()
-    assert lanes.pick(0.0, is_suspect=False) is used[4].lane
-
-
-def test_lanes_are_made_before_they_are_wanted(making, reader):
-    """All but that of suspects; who comes first takes one that is there."""
-    lanes = Lanes(making, 2)
+def test_lane_is_made_before_it_is_wanted(making):
+    """That of newcomers, which all others share meanwhile; it is asked for once."""
+    lanes = Lanes(making)
     lanes.prepare(0.0)
-    assert len(making.asked) == 2 and lanes.is_making and not len(lanes)
-    assert lanes.pick(0.0, is_suspect=False) is None and lanes.next_try_s == math.inf
-    making.asked[1].set_result(reader.make_lane())
-    assert lanes.pick(0.0, is_suspect=False) is making.asked[1].result()
-    making.make_all()
+    assert len(making.asked) == 1 and lanes.is_making and not len(lanes)
+    assert pick(lanes) is None and lanes.next_try_s == math.inf
+    (lane,) = making.make_all()
     lanes.prepare(1.0)
-    assert len(making.asked) == 2 and not lanes.is_making
+    assert pick(lanes, 1.0) is lane
+    assert len(making.asked) == 1 and not lanes.is_making
 
 
-def test_suspects_have_a_lane_of_their_own(making):
-    """It is made when the first one comes, and nobody else is put into it."""
-    lanes = ready_lanes(making, 1)
-    assert lanes.pick(0.0, is_suspect=True) is None
+def test_proven_peers_have_a_lane_of_their_own(making):
+    """It is made when the first one comes; newcomers and suspects share the other one."""
+    lanes = ready_lanes(making)
+    (others,) = lanes.ready
+    assert lanes.pick(0.0, is_proven=True, is_suspect=False) is None
     (theirs,) = making.make_all()
-    assert lanes.pick(0.0, is_suspect=True) is theirs
-    assert lanes.pick(0.0, is_suspect=False) is not theirs
-    lanes.retire(theirs, 1.0)
-    assert lanes.pick(1.0, is_suspect=True) is None
-    (successor,) = making.make_all()
-    assert lanes.pick(1.0, is_suspect=True) is successor
+    assert lanes.pick(0.0, is_proven=True, is_suspect=False) is theirs
+    for is_proven, is_suspect in ((False, False), (False, True), (True, True)):
+        assert lanes.pick(0.0, is_proven=is_proven, is_suspect=is_suspect) is others
 
 
 def test_retired_lane_has_a_successor(making, reader):
-    """Meanwhile the others serve; retiring it again changes nothing."""
-    lanes = ready_lanes(making, 2)
-    old, other = lanes.ready
+    """It is made when it is wanted; retiring the old one again changes nothing."""
+    lanes = ready_lanes(making)
+    (old,) = lanes.ready
     read_block(reader.connected(old, RemoteEngineStub()))
     lanes.retire(old, 1.0)
     lanes.retire(old, 2.0)
     assert old.is_retired and old.retired_at_s == 1.0
-    assert lanes.draining == (old,) and lanes.ready == (other,) and len(lanes) == 2
-    assert lanes.pick(1.0, is_suspect=False) is other
+    assert lanes.draining == (old,) and lanes.ready == () and len(lanes) == 1
+    assert pick(lanes, 1.0) is None
     (successor,) = making.make_all()
-    reader.connected(other, RemoteEngineStub())
-    assert lanes.pick(1.0, is_suspect=False) is successor
+    assert pick(lanes, 1.0) is successor
 
 
 def test_lane_that_cannot_be_made_is_tried_again_later(making):
     """Who wanted it hears why; the next one waits, and is not refused for the same reason."""
-    lanes = Lanes(making, 1)
+    lanes = Lanes(making)
     lanes.prepare(0.0)
     making.asked[0].set_exception(OSError("too many open files"))
     with pytest.raises(TransferError, match=r"no NIXL agent can be made .*: too many open files"):
-        lanes.pick(1.0, is_suspect=False)
-    assert lanes.pick(1.5, is_suspect=False) is None
+        pick(lanes, 1.0)
+    assert pick(lanes, 1.5) is None
     assert len(making.asked) == 1 and not lanes.is_making
     retry_at_s = lanes.next_try_s
     assert 1.5 < retry_at_s < math.inf
-    assert lanes.pick(retry_at_s, is_suspect=False) is None
+    assert pick(lanes, retry_at_s) is None
     (lane,) = making.make_all()
-    assert lanes.pick(retry_at_s, is_suspect=False) is lane
-
-
-def test_lane_that_cannot_be_made_costs_nobody_while_there_is_another(making):
-    """Fewer lanes serve as well."""
-    lanes = ready_lanes(making, 2)
-    old, other = lanes.ready
-    lanes.retire(old, 1.0)
-    assert lanes.pick(1.0, is_suspect=False) is other
-    making.asked[-1].set_exception(OSError("too many open files"))
-    assert lanes.pick(2.0, is_suspect=False) is other
+    assert pick(lanes, retry_at_s) is lane
 
 
 # When one ends.
@@ -179,7 +158,7 @@ def test_lane_that_cannot_be_made_costs_nobody_while_there_is_another(making):
 
 def test_open_lane_stays(making, reader):
     """With connections and without."""
-    (lane,) = ready_lanes(making, 1).ready
+    (lane,) = ready_lanes(making).ready
     assert not lane.is_retired and lane.is_drained and lane.close_at_s() is None
     connection = reader.connected(lane, RemoteEngineStub())
     read_block(connection)
@@ -197,7 +176,7 @@ def retired(lanes: Lanes, *connections, now_s: float = 10.0) -> Lane:
 
 def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     """Reads, requests and checks of any of them keep it."""
-    lanes = ready_lanes(making, 1)
+    lanes = ready_lanes(making)
     engines = [RemoteEngineStub() for _ in range(3)]
     one, two, three = (reader.connected(lanes.ready[0], engine, lambda: 10.0) for engine in engines)
     transfer = read_block(one)
@@ -220,13 +199,13 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
 def test_log_tells_of_a_lane_that_is_retired_and_closed(making, reader, caplog_vllm):
     """With how many peers it was, what is under way, and how long ago."""
     caplog_vllm.set_level(logging.DEBUG, "vllm")
-    lanes = ready_lanes(making, 1)
+    lanes = ready_lanes(making)
     (lane,) = lanes.ready
     connection = reader.connected(lane, RemoteEngineStub())
     connection.lifetime.begin()
     retired(lanes, connection, now_s=10.0)
     told = "The lane of 1 peers was retired 0.0 s ago, with 1 reads under way."
-    assert f"New reads go to other lanes. {told}" in caplog_vllm.text
+    assert f"New reads go to another lane. {told}" in caplog_vllm.text
     connection.lifetime.done()
     assert lanes.take_due(12.5) == [lane]
     told = "The lane of 1 peers was retired 2.5 s ago, with 0 reads under way."
@@ -235,7 +214,9 @@ def test_log_tells_of_a_lane_that_is_retired_and_closed(making, reader, caplog_v
 
 def test_log_warns_of_a_lane_that_is_closed_over_a_hung_peer(making, reader, caplog_vllm):
     """While reads are in flight; not of reads that have failed, which were told of."""
-    lanes = ready_lanes(making, 2)
+    lanes = ready_lanes(making)
+    lanes.pick(0.0, is_proven=True, is_suspect=False)
+    making.make_all()
     hung, lost = (reader.connected(lane, RemoteEngineStub()) for lane in lanes.ready)
     hung.lifetime.begin()
     lost.lifetime.refuse(10.0)
@@ -249,7 +230,7 @@ def test_log_warns_of_a_lane_that_is_closed_over_a_hung_peer(making, reader, cap
 
 def test_what_was_sent_last_may_leave(making, reader):
     """A lane is kept for the moment that a message takes to be on its way."""
-    lanes = ready_lanes(making, 1)
+    lanes = ready_lanes(making)
     engine = RemoteEngineStub()
     connection = reader.connected(lanes.ready[0], engine, lambda: 10.0)
     connection.notify(engine.agents[0].name, b"done")
@@ -262,7 +243,7 @@ def test_what_was_sent_last_may_leave(making, reader):
 
 def test_forced_lane_ends_once_it_is_retired(making, reader):
     """Whatever is in flight."""
-    lanes = ready_lanes(making, 1)
+    lanes = ready_lanes(making)
     connection = reader.connected(lanes.ready[0], RemoteEngineStub())
     read_block(connection)
     connection.lane.force()
@@ -272,39 +253,44 @@ def test_forced_lane_ends_once_it_is_retired(making, reader):
 
 
 def test_oldest_of_too_many_lanes_is_waited_for_no_longer_than_a_slow_one(making, reader):
-    """None is made for suspects meanwhile; peers that nobody suspects get theirs."""
-    lanes = ready_lanes(making, 1)
+    """None is made for suspects meanwhile; others get theirs."""
+    lanes = ready_lanes(making)
     draining = []
     for number in range(MAX_DRAINING_LANES + 1):
-        lane = lanes.pick(0.0, is_suspect=False) or making.make_all()[0]
+        lane = pick(lanes) or making.make_all()[0]
         connection = reader.connected(lane, RemoteEngineStub())
         read_block(connection)
         assert lanes.next_due_s == (10.0 + HUNG_GRACE_S if draining else math.inf)
         draining.append(retired(lanes, connection, now_s=10.0 + number))
-        lanes.pick(0.0, is_suspect=False)
-        making.make_all()
     assert lanes.draining == tuple(draining)
     num_asked = len(making.asked)
-    assert lanes.pick(20.0, is_suspect=True) is None and len(making.asked) == num_asked
+    assert lanes.pick(20.0, is_proven=False, is_suspect=True) is None
+    assert len(making.asked) == num_asked
     assert lanes.next_try_s == math.inf
-    assert lanes.pick(20.0, is_suspect=False) is not None
+    # One whom nobody suspects has its own made, which suspects do not use.
+    assert lanes.pick(20.0, is_proven=True, is_suspect=False) is None
+    assert len(making.asked) == num_asked + 1
     assert lanes.next_due_s == 10.0 + PEER_GRACE_S
     assert lanes.take_due(10.0 + PEER_GRACE_S) == draining[:1]
     # Now there is room, and the next one has all of its time.
     assert lanes.next_due_s == 11.0 + HUNG_GRACE_S
-    assert lanes.pick(20.0, is_suspect=True) is None and len(making.asked) == num_asked + 1
+    assert lanes.pick(20.0, is_proven=False, is_suspect=True) is None
+    assert len(making.asked) == num_asked + 2
 
 
 def test_closing_hands_all_lanes_over(making, reader):
     """Those that are ready, and that drain; one that is being made is closed when it comes."""
-    lanes = ready_lanes(making, 2)
-    first, second = lanes.ready
-    lanes.retire(first, 1.0)
-    lanes.pick(1.0, is_suspect=False)
+    lanes = ready_lanes(making)
+    (first,) = lanes.ready
+    lanes.pick(0.0, is_proven=True, is_suspect=False)
+    (second,) = making.make_all()
+    for lane in (first, second):
+        lanes.retire(lane, 1.0)
+    lanes.pick(1.0, is_proven=True, is_suspect=False)
     assert lanes.is_making
     making.asked[-1].set_running_or_notify_cancel()
     # And one whose making has not begun, which is not made any more.
-    lanes.pick(1.0, is_suspect=True)
+    pick(lanes, 1.0)
     assert lanes.close(2.0) == [first, second]
     assert len(lanes) == 0 and not lanes.is_making and making.asked[-1].cancelled()
     late = reader.make_lane()
@@ -314,7 +300,7 @@ def test_closing_hands_all_lanes_over(making, reader):
 
 def test_closing_outlives_a_lane_that_fails_late(making):
     """There is nothing to close then."""
-    lanes = Lanes(making, 1)
+    lanes = Lanes(making)
     lanes.prepare(0.0)
     making.asked[0].set_running_or_notify_cancel()
     assert lanes.close(1.0) == []

@@ -26,6 +26,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     receive,
     wait_until,
 )
+from tests.v1.kv_connector.unit.reshard.programs import python_path
 from tests.v1.kv_connector.unit.reshard.transport import fake_nixl
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     BOUNDS,
@@ -40,7 +41,6 @@ from tests.v1.kv_connector.unit.reshard.transport.loading import (
     forking_process,
     start_of_address,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
     RemoteUnreachableError,
@@ -313,13 +313,11 @@ asyncio.run(probe.try_all([b"good"]))
 print(*(each.pid for each in Process().children(recursive=True)), flush=True)
 sys.stdin.read()
 """
-    # By its own name the package is imported without vLLM.
-    folders = [str(Path(reshard.__file__).parents[1]), os.environ["PYTHONPATH"]]
     worker = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert worker.stdout is not None and worker.stdin is not None
     with worker.stdout, worker.stdin:

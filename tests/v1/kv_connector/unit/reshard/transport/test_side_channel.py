@@ -65,7 +65,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metada
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     encode_refusal,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import VersionRange
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
+    SPOKEN,
+    VersionRange,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     MAX_REQUEST_BYTES,
@@ -75,6 +78,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 
 encode = msgspec.msgpack.encode
 THREAD = "reshard-handshake-server"
+NEXT = VersionRange(SPOKEN.newest + 1, SPOKEN.newest + 2)
 REMEDY = (
     r"'Using upstream's NixlConnector'.* or set kv_connector_module_path to vllm\.distributed\."
     r"kv_transfer\.kv_connector\.v1\.nixl on the other one, too"
@@ -142,9 +146,9 @@ class TestBetweenOurselves:
 
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
-        answer = ask(server.port, encode([b"reshard/6", 0]))
-        monkeypatch.setattr(metadata, "SPOKEN", VersionRange(6, 7))
-        with pytest.raises(RemoteIncompatibleError, match=r"peer speaks reshard/5, .* reshard/6-7"):
+        answer = ask(server.port, encode([str(NEXT).encode(), 0]))
+        monkeypatch.setattr(metadata, "SPOKEN", NEXT)
+        with pytest.raises(RemoteIncompatibleError, match=rf"peer speaks reshard/6, .* {NEXT}"):
             metadata.decode_reply(answer, FACTORS, BOUNDS)
 
 
@@ -249,12 +253,12 @@ class TestUpstream:
             assert ready.wait(DEADLINE_S)
             for _ in range(3):
                 error = (
-                    "runs upstream's NixlConnector, but this engine runs reshard/5: install the "
+                    f"runs upstream's NixlConnector, but this engine runs {SPOKEN}: install the "
                     f"fork or the plugin vllm-kv-reshard there; .*{REMEDY}"
                 )
                 with pytest.raises(RemoteIncompatibleError, match=error):
                     fetch(port)
-            assert re.search(f"unexpected message .*reshard/5 reads .*{REMEDY}", caplog_vllm.text)
+            assert re.search(f"unexpected message .*{SPOKEN} reads .*{REMEDY}", caplog_vllm.text)
             # Its own peers are still served.
             assert ask(port, encode(forms.upstreams_request(1)))[0] == payload
             assert listener.is_alive()
@@ -286,22 +290,20 @@ class TestUpstream:
         """In the newest that both speak."""
         assert ask(server.port, encode((f"reshard/{versions} words".encode(), 0))) == REPLY
 
-    @pytest.mark.parametrize("versions", ["6-9", "1-4", "6"])
+    @pytest.mark.parametrize("versions", ["7-9", "1-4", "7"])
     def test_peer_that_speaks_other_versions_only_is_refused(self, server, warnings, versions):
         """It is told which this engine speaks, and the log has both."""
         answer = ask(server.port, encode((f"reshard/{versions}".encode(), 0)))
-        with pytest.raises(
-            RemoteRefusedError, match=f"reshard/{versions} is unknown, reshard/5 is"
-        ):
+        with pytest.raises(RemoteRefusedError, match=f"reshard/{versions} is unknown, {SPOKEN} is"):
             metadata.decode_reply(answer, FACTORS, BOUNDS)
-        assert f"request reshard/{versions} is unknown, reshard/5 is not: install" in warnings[0]
+        assert f"request reshard/{versions} is unknown, {SPOKEN} is not: install" in warnings[0]
 
     @pytest.mark.parametrize("tp_rank", [0, 7])
     def test_upstreams_client_at_our_server(self, server, warnings, tp_rank):
         """It can decode the answer, cannot take it for a match, and quotes our words."""
         answer, *_ = ask(server.port, encode(forms.upstreams_request(tp_rank)))
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
-        assert payload.compatibility_hash.startswith("reshard/5: this engine does not run upstream")
+        assert payload.compatibility_hash.startswith(f"{SPOKEN}: this engine does not run upstream")
         assert payload.agent_metadata_bytes == b""
         assert server.counters == ServerCounters(refused=1)
         installs = "install the fork or the plugin vllm-kv-reshard there"
@@ -311,7 +313,7 @@ class TestUpstream:
     @pytest.mark.parametrize(
         ("enforced", "message"),
         [
-            (True, f"hash mismatch.*reshard/5: this engine does not run upstream's.*{REMEDY}"),
+            (True, f"hash mismatch.*{SPOKEN}: this engine does not run upstream's.*{REMEDY}"),
             (False, "Failed to decode NixlAgentMetadata"),
         ],
         ids=["hash checked", "hash not checked"],
@@ -342,7 +344,7 @@ class TestStrangers:
     def test_unknown_request_is_refused_in_words(self, server):
         """The refusal reads as such for our own client, and names the request."""
         answer = msgspec.msgpack.decode(ask(server.port, encode([b"what?\n", 0]))[0])
-        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/5 is not"
+        assert answer["refusal"] == rf"request 'what?\n' is unknown, {SPOKEN} is not"
         assert server.counters == ServerCounters(refused=1)
 
     @pytest.mark.parametrize(
@@ -588,13 +590,13 @@ class TestStrangers:
     def test_one_complaint_hides_no_other(self, server, warnings):
         """Peers that differ in other ways within a minute are all told of, once each."""
         with open_socket(zmq.DEALER, server.port) as stranger:
-            for verb in (b"get_meta_msg", b"reshard/6", b"get_meta_msg", b"reshard/6"):
+            for verb in (b"get_meta_msg", b"reshard/7", b"get_meta_msg", b"reshard/7"):
                 stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
             stranger.send_multipart([b"garbage"])
             wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
         upstream, version, garbage = warnings
         assert "upstream's NixlConnector" in upstream
-        assert "request reshard/6 is unknown" in version
+        assert "request reshard/7 is unknown" in version
         assert "is no request" in garbage
 
 

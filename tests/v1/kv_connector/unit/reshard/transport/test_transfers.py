@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.memory.cases import Memory, read, span
+from tests.v1.kv_connector.unit.reshard.memory.cases import Memory, read, select, span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     InDoubtError,
     TransferError,
@@ -222,7 +222,7 @@ def drained(events) -> list[tuple[str, int]]:
 
 def parts_of(transfers: Transfers) -> Sequence[Part]:
     """All of a request's blocks."""
-    return list(transfers.cut(PREPARED, LEG.select([span(BLOCKS)], [span([7, 1, 9, 3])])))
+    return list(transfers.cut(PREPARED, select(LEG, [span(BLOCKS)], [span([7, 1, 9, 3])])))
 
 
 @pytest.fixture

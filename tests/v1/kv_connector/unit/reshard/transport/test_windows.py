@@ -29,10 +29,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
+    RequestBlocks,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     LoweredEngine,
-    RequestBlocks,
     lower_engine,
 )
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
+from tests.v1.kv_connector.unit.reshard.programs import run_program
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     DEADLINE_S,
     HOST,
@@ -164,9 +165,9 @@ def test_strangers_that_only_connect_are_none_of_zeromqs():
         wait_until(lambda: num_descriptors() <= before + 2 * 5)
 
 
-_WITHOUT_DESCRIPTORS = f"""
+_WITHOUT_DESCRIPTORS = """
 import asyncio, os, resource, socket, zmq
-from {relay_all.__module__} import Allowance, relay_all
+from reshard.transport.zmtp import Allowance, relay_all
 
 def leave(number):
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -198,9 +199,7 @@ print("lives")
 
 def test_process_without_descriptors_lives():
     """However few are left: ZeroMQ would end it where it listens, and finds none to accept with."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=120
-    )
+    ended = run_program(_WITHOUT_DESCRIPTORS)
     assert ended.stdout == "lives\n", (ended.returncode, ended.stderr)
 
 

@@ -14,6 +14,7 @@ is a list of reads. The code stands on five floors, and imports go down only:
     errors          the ground
 
     cli             `kv-plan`, a program of its own beside floors 4 and 5
+    dry_run         a process that it asks, on top of all floors
 
 Floors 1 to 3 compute with values alone: they import neither vLLM nor torch, and do no I/O; `make
 lint` holds them to that. Imports within the package are relative, as `kv-plan` loads it under

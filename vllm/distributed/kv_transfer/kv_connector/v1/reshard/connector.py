@@ -83,22 +83,10 @@ class NixlConnector(UpstreamConnector):
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> upstream.NixlConnector:
         """Choose our connector or upstream's, from the configuration alone."""
-        reason = _reason_for_upstream(vllm_config, kv_cache_config)
+        reason = reason_for_upstream(vllm_config, kv_cache_config)
         if reason is None:
             return super().__new__(cls)
-        if (pp_size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-            raise LocalLayoutError(
-                f"{reason}, and upstream's NixlConnector does not support pipeline parallelism: "
-                f"use --pipeline-parallel-size 1 instead of {pp_size}"
-            )
         assert vllm_config.kv_transfer_config is not None
-        name = vllm_config.kv_transfer_config.kv_connector
-        if name != "NixlConnector":
-            raise LocalLayoutError(
-                f"{reason}, which upstream's NixlConnector serves; but vLLM checks such engines by "
-                f"that name, and not by {name}: set kv_connector to NixlConnector"
-            )
-        _refuse_what_upstream_cannot_share(vllm_config, reason)
         _tell_what_is_lost(reason, vllm_config.kv_transfer_config)
         return upstream.NixlConnector(vllm_config, role, kv_cache_config)
 
@@ -297,8 +285,33 @@ class NixlConnector(UpstreamConnector):
         return self.connector_worker
 
 
-def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why this engine must use upstream's connector; None if it need not."""
+def reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why this engine must use upstream's connector; None if it need not.
+
+    Raises:
+        LocalLayoutError: It must, and upstream's cannot serve it either.
+    """
+    reason = _reason_against_ours(vllm_config, kv_cache_config)
+    if reason is None:
+        return None
+    if (pp_size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise LocalLayoutError(
+            f"{reason}, and upstream's NixlConnector does not support pipeline parallelism: "
+            f"use --pipeline-parallel-size 1 instead of {pp_size}"
+        )
+    assert vllm_config.kv_transfer_config is not None
+    name = vllm_config.kv_transfer_config.kv_connector
+    if name != "NixlConnector":
+        raise LocalLayoutError(
+            f"{reason}, which upstream's NixlConnector serves; but vLLM checks such engines by "
+            f"that name, and not by {name}: set kv_connector to NixlConnector"
+        )
+    _refuse_what_upstream_cannot_share(vllm_config, reason)
+    return reason
+
+
+def _reason_against_ours(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why this connector does not serve an engine; None if it does."""
     assert vllm_config.kv_transfer_config is not None
     if STATE_IS_UPSTREAMS and kv_cache_config.has_mamba_layers:
         return "the model keeps Mamba state"

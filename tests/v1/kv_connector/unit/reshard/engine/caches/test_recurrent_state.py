@@ -39,6 +39,8 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     kinds_in_layouts,
     stats_with,
 )
+from tests.v1.kv_connector.unit.reshard.memory.cases import select
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     recurrent_state as state_module,
@@ -72,7 +74,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     BoardUpdate,
     Record,
@@ -587,7 +588,7 @@ def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, re
                     end.addresses(indices.astype(np.int64))[:, np.newaxis] + length
                     for end, indices in zip(
                         (leg.src, leg.dst),
-                        leg.indices(leg.select([blocks[0]], [blocks[1]])),
+                        leg.indices(select(leg, [blocks[0]], [blocks[1]])),
                         strict=True,
                     )
                 )

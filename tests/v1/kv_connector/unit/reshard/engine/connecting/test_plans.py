@@ -94,16 +94,6 @@ def test_layout_that_does_not_fit_is_refused_every_time():
             planner.plan(shards())
 
 
-def test_plan_that_does_not_hold_is_refused_every_time(monkeypatch):
-    """Where plans are verified, which is an option."""
-    monkeypatch.setattr(plans, "verify_plan", lambda *_: ["layer 0 is read twice"])
-    planner = Planner(shards(), 0, "refuse", verifies=True)
-    for _ in range(2):
-        with pytest.raises(RemoteLayoutError, match="layer 0 is read twice"):
-            planner.plan(shards())
-    assert Planner(shards(), 0, "refuse").plan(shards())
-
-
 @st.composite
 def holdings(draw) -> Holding:
     """What a rank may hold of a layer."""

@@ -45,6 +45,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
+    RequestBlocks,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import suspended
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
@@ -56,7 +59,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
     LeaseError,
     prepare_table,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     Arrived,
     PartError,
@@ -92,7 +94,7 @@ def lanes() -> Lanes:
         made.set_result(Lane(MemoryAgent(f"lane-{uuid.uuid4()}")))
         return made
 
-    return Lanes(make, 1)
+    return Lanes(make)
 
 
 class Read:
@@ -511,7 +513,7 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
     worker.reads.advance(600.0, UNLIMITED)
     report = worker.reads.take_report()
-    assert (report.failed, report.received, report.offered_at_s) == ({}, {"a"}, {"a": 0.0})
+    assert (report.failed, report.received) == ({}, {"a"})
     assert not broken_off and worker.reads.next_due_s is None
 
 

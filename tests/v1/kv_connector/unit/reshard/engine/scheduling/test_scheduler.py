@@ -230,15 +230,14 @@ def test_host_in_brackets_is_told_without_them(monkeypatch, caplog_vllm):
     ("engine", "layout"),
     [
         ({"role": "kv_producer"}, "TP 2, PP 3, NIXL backend UCX."),
-        ({"role": "kv_producer", "bidirectional": True}, "TP 2, PP 3, NIXL backend UCX, 4 lanes."),
         (
             {"stages": 1, "replicas": 4, "shares": 2},
-            "TP 2, PP 1, DP 4, DCP 2, NIXL backend UCX, 4 lanes.",
+            "TP 2, PP 1, DP 4, DCP 2, NIXL backend UCX.",
         ),
     ],
 )
 def test_engine_says_once_where_it_is_asked_and_what_it_is(engine, layout, caplog_vllm):
-    """With the port that it listens on, and the lanes where it reads; UCX alone has transports."""
+    """With the port that it listens on; UCX alone has transports."""
     owner = scheduler(**engine)
     serve(owner)
     owner.shutdown()

@@ -28,28 +28,27 @@ def test_blocks_beyond_the_answer_are_left_out_but_for_state():
 
 
 @pytest.mark.parametrize(
-    ("counts", "asked", "offered", "computed", "whole", "expected"),
+    ("counts", "asked", "offered", "computed", "expected"),
     [
-        (FULL, 32, None, 16, False, 32),
+        (FULL, 32, None, 16, 32),
         # The prompt has grown since it was prefilled, or is shorter than what is held.
-        (FULL, 32, 40, 16, False, 24),
-        (FULL, 32, 16, 16, False, 0),
-        (FULL, 32, 8, 16, False, 0),
-        (FULL, 0, 40, 16, False, 0),
+        (FULL, 32, 40, 16, 24),
+        (FULL, 32, 16, 16, 0),
+        (FULL, 32, 8, 16, 0),
+        (FULL, 0, 40, 16, 0),
         # State is there for 48 tokens, and not for 40.
-        (STATE, 32, 48, 16, False, 32),
-        (STATE, 24, 48, 16, False, 0),
+        (STATE, 32, 48, 16, 32),
+        (STATE, 24, 48, 16, 0),
         # All of a prompt of 48 tokens, whose last one is computed anew, and less.
-        (WINDOWS, 32, 48, 16, True, 31),
-        (WINDOWS, 32, 48, 16, False, 0),
-        (WINDOWS, 31, 48, 16, False, 31),
+        (WINDOWS, 32, 48, 16, 31),
+        (WINDOWS, 31, 48, 16, 31),
     ],
 )
 def test_no_more_is_read_than_is_there_and_can_be_gone_on_from(
-    counts, asked, offered, computed, whole, expected
+    counts, asked, offered, computed, expected
 ):
     """Of a sequence of 48 tokens."""
-    assert counts.num_to_read(asked, offered, computed, 48, is_window_whole=whole) == expected
+    assert counts.num_to_read(asked, offered, computed, 48) == expected
 
 
 @pytest.mark.parametrize(("computed", "tokens", "expected"), [(9, 10, 9), (10, 10, 9), (5, 10, 5)])

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice on a pair of layouts: one sentence per inefficiency, with its remedy."""
+"""Advice on a pair of layouts: one sentence for each inefficiency.
+
+None says to divide a model over fewer ranks: whether its weights would fit is not known here.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..memory.strategy import Strategy
-from ..plan.shards import Shard
+from ..plan.mesh import MeshRank
 from ..plan.text import ranks_text
-from .figures import CacheSizes, PlanFigures, SourceFigures
+from .engines import Engine
+from .planning import Planned
 
 SMALL_DESCRIPTOR_BYTES = 4096
 """Descriptors below this size cost more to post than to transfer."""
@@ -28,105 +30,62 @@ def bytes_text(num_bytes: float) -> str:
     return f"{size:.4g} {unit}"
 
 
-def advise(
-    figures: PlanFigures,
-    src: Sequence[Shard],
-    dst: Sequence[Shard],
-    cache_sizes: CacheSizes | None,
-    *,
-    is_mla: bool,
-) -> Iterator[str]:
-    """Yield a sentence for each inefficiency of the plan and its layouts.
-
-    Args:
-        figures: The plan's costs.
-        src: The shards of the prefill engine.
-        dst: The shards of the decode engine.
-        cache_sizes: Sizes of the caches; None if sizes in bytes are not known.
-        is_mla: True if the model keeps one latent instead of heads.
-    """
-    if cache_sizes is not None:
-        yield from _small_descriptors(figures, cache_sizes)
-    yield from _uneven_sources(figures)
-    what = "the latent of MLA" if is_mla else "every KV head"
-    if (replicas := _replicas(src)) > 1:
-        idle = [source.rank for source in figures.sources if not source.fan_out]
-        only = f"; {len(idle)} of its {len(src)} ranks are only notified" if idle else ""
-        yield (
-            f"prefill keeps {what} on {replicas} ranks of a stage{only}: divide its "
-            f"--tensor-parallel-size by {replicas}, and use --pipeline-parallel-size instead"
-        )
-    if (replicas := _replicas(dst)) > 1:
-        yield (
-            f"decode keeps, and reads, {what} {replicas} times: divide its "
-            f"--tensor-parallel-size by {replicas}, and use --data-parallel-size instead"
-        )
-
-
-def _small_descriptors(figures: PlanFigures, cache_sizes: CacheSizes) -> Iterator[str]:
-    """Report reads with small descriptors."""
-    reads = [read for reader in figures.readers for read in reader.reads]
-    sizes = [read.descriptor_bytes for read in reads]
-    small = [size for size in sizes if size < SMALL_DESCRIPTOR_BYTES]
-    if not small:
-        return
-    shares = {each for read in reads for each in (read.read.src_tokens, read.read.dst_tokens)}
-    src_tokens, dst_tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
-    most_tokens = max(src_tokens, dst_tokens)
-    are_cut = any(not each.is_all and each.run_tokens < most_tokens for each in shares)
-    num_staged = sum(
-        read.descriptor_bytes < SMALL_DESCRIPTOR_BYTES and read.strategy is Strategy.STAGED
-        for reader in figures.readers
-        for read in reader.reads
-    )
-    staged = (
-        f"; `auto` stages {num_staged} of them, which merges what adjoins at the source, but "
-        "direct reads move each piece by itself"
-        if num_staged
-        else ""
-    )
-    if are_cut:
-        remedy = (
-            "have tokens dealt out in whole blocks, with one --cp-kv-cache-interleave-size and "
-            f"--block-size, such as {most_tokens}, on all engines that share them out"
-        )
-    elif src_tokens != dst_tokens:
-        remedy = (
-            f"give both engines the same --block-size, not {src_tokens} and {dst_tokens}, so that "
-            "whole pages can be read"
-        )
-    else:
-        block_tokens = src_tokens
-        while min(small) * (block_tokens // src_tokens) < SMALL_DESCRIPTOR_BYTES:
-            block_tokens *= 2
-        remedy = f"give both engines --block-size {block_tokens}"
-    yield (
-        f"{len(small)} of {len(sizes)} reads move as little as {bytes_text(min(small))} at a time, "
-        f"less than {bytes_text(SMALL_DESCRIPTOR_BYTES)}: {remedy}{staged}"
-    )
-
-
-def _uneven_sources(figures: PlanFigures) -> Iterator[str]:
-    """Report ranks that serve more than their share of a stage."""
-    stages: dict[int, list[SourceFigures]] = {}
-    for source in figures.sources:
-        stages.setdefault(source.rank.pp_rank, []).append(source)
+def advise(planned: Planned, prefill: Engine, decode: Engine) -> Iterator[str]:
+    """Yield a sentence, without a full stop, for each inefficiency of a plan."""
+    yield from _small_descriptors(planned)
+    served = {each.src_rank: planned.readers_of(each.src_rank) for each in planned.plan.releases}
+    stages: dict[int, int] = {}
+    for rank, readers in served.items():
+        stages[rank.pp_rank] = stages.get(rank.pp_rank, 0) + sum(readers.values())
     times = {
-        source.rank: source.token_bytes * len(stage) / total
-        for stage in stages.values()
-        if (total := sum(source.token_bytes for source in stage))
-        for source in stage
+        rank: sum(readers.values()) * prefill.layout.mesh.tp_size / (stages[rank.pp_rank] or 1)
+        for rank, readers in served.items()
     }
     if burdened := [rank for rank, share in times.items() if share > _UNEVEN]:
-        most = max(times.values())
         yield (
-            f"prefill {ranks_text(burdened)} serve{'s' * (len(burdened) == 1)} up to {most:.3g} "
-            "times an equal share of the reads from a stage: run more decode ranks or replicas, "
-            "which take turns among the prefill ranks that hold the same heads"
+            f"prefill {_some(burdened)} serve{'s' * (len(burdened) == 1)} up to "
+            f"{max(times.values()):.3g} times an equal share of the reads from a stage: more "
+            "decode ranks or replicas take turns among ranks that hold the same"
         )
+    if idle := [rank for rank, readers in served.items() if not readers]:
+        yield (
+            f"{len(idle)} of {len(served)} prefill ranks hold copies that nobody reads, and are "
+            f"only notified: {_some(idle)}"
+        )
+    holders: dict[object, set[MeshRank]] = {}
+    for each in planned.plan.reads:
+        held = each.dst_rank.pp_rank, each.layers, each.units, each.dst_tokens
+        holders.setdefault(held, set()).add(each.dst_rank)
+    if (most := max(map(len, holders.values()))) > 1:
+        yield f"decode keeps, and reads, the same {most} times, on as many ranks of a stage"
 
 
-def _replicas(shards: Sequence[Shard]) -> int:
-    """Return the largest number of ranks that hold the same heads of the same layers."""
-    holders = Counter(tuple(shard.holdings.items()) for shard in shards)
-    return max(holders.values())
+def _some(ranks: Sequence[MeshRank]) -> str:
+    """Name ranks, not all of them if they are many."""
+    text = ranks_text(ranks)
+    return text if len(text) <= 80 else f"{text[:80].rpartition(',')[0]} and others"
+
+
+def _small_descriptors(planned: Planned) -> Iterator[str]:
+    """Report reads of tokens with small descriptors."""
+    parts = [part for part in planned.parts if not part.has_state]
+    small = [part for part in parts if part.descriptor_bytes < SMALL_DESCRIPTOR_BYTES]
+    if not small:
+        return
+    least = min(part.descriptor_bytes for part in small)
+    shares = {each for part in small for each in (part.read.src_tokens, part.read.dst_tokens)}
+    sizes = {row.block_tokens for row in planned.rows if row.block_tokens is not None}
+    tokens = max(max(each) for each in sizes)
+    if any(not each.is_all and each.run_tokens < tokens for each in shares):
+        remedy = "deal tokens out in whole blocks, with one --cp-kv-cache-interleave-size"
+    elif any(src != dst for src, dst in sizes):
+        remedy = "give both engines the same --block-size, so that whole pages can be read"
+    else:
+        remedy = "a larger --block-size makes them larger, where the backend takes it"
+    staged = sum("staged" in part.how for part in small)
+    yield (
+        f"{len(small)} of {len(parts)} reads move as little as {bytes_text(least)} at a time, less "
+        f"than {bytes_text(SMALL_DESCRIPTOR_BYTES)}: {remedy}"
+        + f"; `auto` stages {staged} of them"
+        * bool(staged)
+    )

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 
 from ..plan.mesh import ParallelMesh
-from ..protocol.bounds import MAX_STAGE_RANKS
-from .limits import require_mesh, require_size
+from ..protocol.bounds import MAX_RANKS, MAX_STAGE_RANKS
 
-_ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
-"""The short form of a layout, as in `make demo` and the tests of pairs."""
-
-_AXES = ("tp", "pp", "dcp", "pcp")
+_AXES = ("tp", "pp", "dcp", "pcp", "dp", "ep")
+_ITEM = re.compile(rf"({'|'.join(_AXES)})=?(\d{{1,6}}),?", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,93 +18,100 @@ class EngineLayout:
     """The parallel sizes of an engine.
 
     Attributes:
-        mesh: Its workers.
+        mesh: The workers of one data-parallel replica.
         num_shares: Number of workers that divide a head's tokens: its decode context parallel size.
-        run_tokens: Consecutive tokens dealt to one of these workers at a time.
-        num_replicas: Number of workers with the same cache: its prefill context parallel size.
+        num_copies: Number of workers with the same cache: its prefill context parallel size.
+        num_replicas: Number of data-parallel replicas. Each reads, or is read from, by itself.
+        partition: Number of layers of each stage; empty for vLLM's default.
+        block_tokens: Tokens in a block; None for vLLM's choice.
+        run_tokens: Consecutive tokens that are dealt to one of the sharing workers at a time; None
+            for vLLM's choice, a block.
     """
 
     mesh: ParallelMesh
     num_shares: int = 1
-    run_tokens: int = 1
+    num_copies: int = 1
     num_replicas: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of workers, including those that are not read from."""
-        return self.mesh.world_size * self.num_replicas
+    partition: tuple[int, ...] = ()
+    block_tokens: int | None = None
+    run_tokens: int | None = None
 
     def __str__(self) -> str:
+        num_ranks = self.mesh.world_size * self.num_copies
         text = str(self.mesh)
-        if self.num_replicas > 1:
-            text += f" x PCP{self.num_replicas}"
+        if self.num_copies > 1:
+            text += f" x PCP{self.num_copies}"
         if self.num_shares > 1:
-            text += f" x DCP{self.num_shares} in runs of {self.run_tokens} tokens"
+            text += f" x DCP{self.num_shares}"
+        text += f", {num_ranks} rank{'s' * (num_ranks != 1)}"
+        if self.num_copies > 1:
+            text += ", the first of each PCP group read from"
+        if self.num_replicas > 1:
+            text += f", in each of {self.num_replicas} replicas, which take part one by one"
         return text
 
 
-def parse_layout(text: str, run_tokens: int) -> EngineLayout:
-    """Parse a layout such as `tp=4,pp=2,dcp=2`, `tp=4,pcp=2` or `tp4pp2`; missing sizes are 1.
+def parse_layout(
+    text: str,
+    partition: str | None = None,
+    block_tokens: int | None = None,
+    run_tokens: int | None = None,
+    *,
+    reads: bool = False,
+) -> EngineLayout:
+    """Parse a layout such as `tp=4,pp=2`, `tp8`, `tp4pp2` or `tp=8,dp=2,ep=16`.
 
     Args:
-        text: The layout.
-        run_tokens: Consecutive tokens per rank, used if the layout divides tokens.
+        text: The layout; sizes that are missing are 1.
+        partition: Layers of each stage, such as `10,22`; None for vLLM's default.
+        block_tokens: Tokens in a block; None for vLLM's choice.
+        run_tokens: Consecutive tokens for each sharing rank; None for vLLM's choice.
+        reads: True for an engine that reads.
 
     Raises:
-        ValueError: The layout is malformed, or too large.
+        ValueError: It is malformed, too large, or not of an engine that can be.
     """
-    if in_one_word := _ONE_WORD.fullmatch(text.strip()):
-        text = "tp={},pp={}".format(*in_one_word.groups())
-    sizes: dict[str, int] = {}
-    for item in text.split(","):
-        axis, _, size = item.strip().partition("=")
-        if axis not in _AXES or axis in sizes or not size.isdecimal():
-            raise ValueError(
-                f"{item!r} is not understood: write tp=N,pp=N or tp=N,pp=N,dcp=N, each axis at "
-                "most once, or tpNppN; of a prefill engine also tp=N,pp=N,pcp=N"
-            )
-        sizes[axis] = int(size)
-    tp_size, pp_size, num_shares, num_replicas = (sizes.get(axis, 1) for axis in _AXES)
-    require_mesh(tp_size, pp_size)
-    for axis in ("dcp", "pcp"):
-        if sizes.get(axis, 1) < 1:
-            raise ValueError(f"{axis} is {sizes[axis]} but must be at least 1")
-    require_size("pcp", num_replicas, MAX_STAGE_RANKS)
-    if min(num_shares, num_replicas) > 1:
+    items = _ITEM.findall(text.replace(" ", ""))
+    sizes = {axis.lower(): int(size) for axis, size in items}
+    if "".join(_ITEM.split(text.replace(" ", ""))[::3]) or len(items) != len(sizes) or not sizes:
         raise ValueError(
-            f"with dcp={num_shares}, the ranks of pcp={num_replicas} are read as those of a stage: "
-            f"write tp={tp_size * num_replicas},dcp={num_shares}, whose reads are the same"
+            f"{text!r} is not understood: write tp=N,pp=N or tpNppN, with any of "
+            f"{', '.join(_AXES)}, each at most once"
         )
-    mesh = ParallelMesh(pp_size=pp_size, tp_size=tp_size)
-    return EngineLayout(mesh, num_shares, run_tokens, num_replicas)
-
-
-def parse_partition(role: str, text: str | None) -> list[int] | None:
-    """Parse a layer partition such as `10,22`; return None without one."""
-    if text is None:
-        return None
+    tp_size, pp_size, num_shares, num_copies, num_replicas, num_experts = (
+        sizes.get(axis, 1) for axis in _AXES
+    )
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{axis} is {size} but must be at least 1")
+    if max(tp_size, num_copies) > MAX_STAGE_RANKS or tp_size * pp_size > MAX_RANKS:
+        raise ValueError(
+            f"{text!r} has more than {MAX_STAGE_RANKS} ranks in a stage, or {MAX_RANKS} in all, "
+            "and engines refuse larger ones: give fewer"
+        )
+    if min(num_shares, num_copies) > 1:
+        raise ValueError(
+            f"with dcp={num_shares}, the ranks of pcp={num_copies} are read as those of a stage: "
+            f"write tp={tp_size * num_copies},dcp={num_shares}, whose reads are the same"
+        )
+    if num_copies > 1 and reads:
+        raise ValueError("an engine with prefill context parallelism cannot read: leave pcp out")
+    if num_experts not in (1, expected := tp_size * num_copies * num_replicas):
+        raise ValueError(
+            f"ep is {num_experts} but vLLM divides experts among all {expected} ranks of a stage "
+            "in all replicas: leave ep out, as experts keep no KV"
+        )
+    for name, tokens in (("block size", block_tokens), ("interleave size", run_tokens)):
+        if tokens is not None and not 1 <= tokens <= 1 << 14:
+            raise ValueError(f"its {name} is {tokens} but must be between 1 and {1 << 14}")
     try:
-        return [int(size) for size in text.split(",")]
+        layers = tuple(int(size) for size in partition.split(",")) if partition else ()
     except ValueError:
         raise ValueError(
-            f"--{role}-layer-partition {text!r} is not understood: write one number a stage, "
+            f"its layer partition {partition!r} is not understood: write one number a stage, "
             "separated by commas"
         ) from None
-
-
-def read_run_tokens(args: argparse.Namespace, role: str, block_tokens: int) -> int:
-    """Return the consecutive tokens that an engine deals to a rank: one block by default.
-
-    Raises:
-        ValueError: They do not divide a block.
-    """
-    name = f"{role}_interleave_size"
-    run_tokens = getattr(args, name)
-    if run_tokens is None:
-        return block_tokens
-    if run_tokens < 1 or block_tokens % run_tokens:
-        raise ValueError(
-            f"--{name.replace('_', '-')} is {run_tokens} but must divide the {block_tokens} tokens "
-            "of a block"
-        )
-    return int(run_tokens)
+    return EngineLayout(
+        *(ParallelMesh(pp_size=pp_size, tp_size=tp_size), num_shares, num_copies, num_replicas),
+        *(layers, block_tokens, run_tokens),
+    )

@@ -1,65 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a report as tables."""
+"""Prints a plan as tables."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.text import ranges_text, ranks_text
+from ..plan.text import only_notified_by, ranges_text, ranks_text
 from .advice import advise, bytes_text
-from .caches import CacheRow
-from .figures import SourceFigures
-from .layouts import EngineLayout
-from .report import PlanReport, UpstreamReport
-from .verdicts import Note
+from .engines import Answer
+from .planning import CacheRow, Part, Planned
 
-_UNKNOWN = "?"
-_WAYS_NOTE = (
-    "Merged: what is left where the blocks of a request adjoin at both ends; for a read by way of "
-    "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
-    "tokens by its default thresholds."
+_NOTE = (
+    "Merged: what is left of a request's descriptors where its blocks adjoin at both ends; by way "
+    "of an arena, it is enough that they do at the source. How: what `auto` chooses by its default "
+    "thresholds."
 )
 
 
-def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
-    """Print meshes, kinds of cache, reads, their cost for each rank, notes and warnings."""
-    _print_heading(report, console)
-    if isinstance(report, UpstreamReport):
-        console.print()
-        console.print(_caches(report.caches))
-        _print_notes(report.notes, console)
-        return
-    if report.has_kinds:
-        console.print()
-        console.print(_caches(report.caches))
-    console.print()
-    console.print(_reads(report))
-    console.print()
-    console.print(_ways(report))
-    console.print()
-    console.print(Text(_WAYS_NOTE.format(tokens=f"{report.prompt_tokens:,}")))
-    state = (_state(report),) if report.state else ()
-    for table in (*state, _decode_ranks(report), _prefill_ranks(report)):
+def print_plan(answer: Answer, planned: Planned, console: Console, *, is_summary: bool) -> None:
+    """Print engines, totals, kinds of cache, reads, their cost for each rank, and warnings."""
+    prefill, decode = answer.engines
+    _print_heading(answer, planned, console)
+    tables = [_caches(planned)]
+    if not is_summary:
+        tables += [_reads(planned, has_shares=_shares(answer)), _ways(planned)]
+        tables += [_decode_ranks(answer, planned), _prefill_ranks(planned)]
+    for table in tables:
         console.print()
         console.print(table)
-    _print_notes(report.notes, console)
-    # Caches that replace heads have blocks that `--block-size` does not change.
-    is_chosen = report.knows_bytes and report.keeps_main
-    cache_sizes = report.cache_sizes if is_chosen else None
-    warnings = list(
-        advise(report.figures, report.src, report.dst, cache_sizes, is_mla=report.is_mla)
-    )
-    if not report.knows_bytes:
-        console.print(
-            "\nSizes in bytes are unknown: give --model DIR, or --head-size and --dtype.",
-            highlight=False,
-        )
-    if warnings:
+    if not is_summary:
+        console.print()
+        console.print(Text(_NOTE))
+    if warnings := [*advise(planned, prefill, decode)]:
         console.print()
         console.print(Text("Warnings", style="bold yellow"))
         items = Table.grid(padding=(0, 1))
@@ -68,241 +44,117 @@ def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
         console.print(items)
 
 
-def _print_notes(notes: Sequence[Note], console: Console) -> None:
-    """Print how engines would treat the model, one note per line."""
-    if not notes:
-        return
-    console.print()
-    console.print(Text("What engines make of it", style="bold"))
-    items = Table.grid(padding=(0, 1))
-    for note in notes:
-        items.add_row(Text("-"), Text(f"{note.verdict.value}, {note.where}: {note.why}."))
-    console.print(items)
-
-
-def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> None:
-    rows = [
-        ("prefill", _layout(report.prefill)),
-        ("decode", _layout(report.decode)),
-        ("model", report.model),
-    ]
-    if isinstance(report, PlanReport) and report.keeps_main:
-        cache_sizes = report.cache_sizes
-        tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
-        rows.append(
-            ("cache", f"blocks of {_tokens(tokens)}, heads before tokens within a block (HND)")
-        )
+def _print_heading(answer: Answer, planned: Planned, console: Console) -> None:
+    prefill, decode = answer.engines
+    num_bytes, state, descriptors = planned.totals
+    ranks = [shard.rank for shard in decode.shards]
+    largest = max(ranks, key=lambda rank: sum(part.num_bytes for part in planned.of(rank)))
+    most = sum(part.num_bytes for part in planned.of(largest))
+    sources = {part.read.src_rank for part in planned.of(largest)}
     grid = Table.grid(padding=(0, 2))
-    for name, text in rows:
+    request = f"{planned.num_tokens:,} tokens: {bytes_text(num_bytes)}"
+    request += f", {bytes_text(state)} of it state" * bool(state)
+    request += f", in {_count(len(planned.plan.reads), 'read')} of {descriptors:,} descriptors"
+    rank = f"reads up to {bytes_text(most)} from {_count(len(sources), 'prefill rank')}"
+    said = {"prefill": str(prefill.layout), "decode": str(decode.layout), "model": answer.model}
+    said |= {"sizes": answer.source, "request": request, "a rank": rank}
+    for name, text in said.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
 
 
-def _layout(layout: EngineLayout) -> str:
-    """Describe an engine's layout, and which of its ranks are read from."""
-    text = f"{layout}, {_count(layout.num_ranks, 'rank')}"
-    return text if layout.num_replicas == 1 else f"{text}, the first of each PCP group read from"
+def _shares(answer: Answer) -> bool:
+    return any(each.layout.num_shares > 1 for each in answer.engines)
 
 
-def _tokens(block_tokens: tuple[int, int]) -> str:
-    """Describe the number of tokens in a block at both ends."""
-    src_tokens, dst_tokens = block_tokens
-    if src_tokens == dst_tokens:
-        return f"{src_tokens} tokens"
-    return f"{src_tokens} tokens at prefill and {dst_tokens} at decode"
-
-
-def _caches(rows: Sequence[CacheRow]) -> Table:
+def _caches(planned: Planned) -> Table:
     """Return the table of the kinds of cache that layers keep."""
-    table = _table("Caches")
-    for name in ("cache", "layers", "moved as", "blocks of", "kept"):
-        table.add_column(name)
-    table.add_column("a token\nof a layer", justify="right")
-    for row in rows:
-        layers = f"{len(row.layers)}: {ranges_text(row.layers)}"
-        kept = f"last {row.window_tokens} tokens" if row.window_tokens else "all"
-        if row.state_tokens > 1:
-            kept += f", {row.state_tokens} as one"
-        table.add_row(
-            *_cells(
-                row.name,
-                layers,
-                row.moved,
-                "-" if row.block_tokens is None else _tokens(row.block_tokens),
-                "-" if row.block_tokens is None else kept,
-                "-" if row.token_bytes is None else bytes_text(row.token_bytes),
-            )
-        )
-    return table
+    names = ("cache", "layers", "units", "kept as", "blocks of", "tokens", "a unit")
+    return _table("Caches", names, [_row_cells(row) for row in planned.rows], right=("a unit",))
 
 
-def _reads(report: PlanReport) -> Table:
-    table = _table("Reads")
-    has_kinds, has_shares = report.has_kinds, report.has_shares
-    kinds, shares = ("cache",) * has_kinds, ("tokens",) * has_shares
-    for name in ("decode", "reads from", *kinds, "layers", "heads", "offsets", *shares):
-        table.add_column(name)
-    table.add_column("a token", justify="right")
-    for reader in report.figures.readers:
-        parts = [(each.read, part) for each in reader.reads for part in report.parts(each)]
-        for position, (read, part) in enumerate(parts):
-            table.add_row(
-                *_cells(
-                    "" if position else str(reader.rank),
-                    str(read.src_rank),
-                    *((part.name,) * has_kinds),
-                    ranges_text(part.layers),
-                    str(read.units),
-                    f"{read.src_unit_offset} -> {read.dst_unit_offset}",
-                    *((f"{read.src_tokens} -> {read.dst_tokens}",) * has_shares),
-                    _bytes(report, part.token_bytes),
-                ),
-                end_section=position == len(parts) - 1,
-            )
-    return table
+def _row_cells(row: CacheRow) -> list[str]:
+    tokens = "-"
+    if row.block_tokens is not None:
+        tokens = " to ".join(map(str, dict.fromkeys(row.block_tokens)))
+    per = "request" if row.block_tokens is None else "token"
+    layers = f"{len(row.layers)}: {ranges_text(row.layers)}"
+    each = f"{bytes_text(row.unit_bytes)} a {per}"
+    return [row.kind, layers, str(row.units), row.kept_as, tokens, row.kept, each]
 
 
-def _state(report: PlanReport) -> Table:
-    """Return the table of the reads of recurrent state, with bytes per request."""
-    table = _table("State")
-    for name in ("decode", "reads from", "layers", "components", "units"):
-        table.add_column(name)
-    table.add_column("a request", justify="right")
-    last = None
-    for each in report.state:
-        read = each.read
-        table.add_row(
-            *_cells(
-                "" if read.dst_rank == last else str(read.dst_rank),
-                str(read.src_rank),
-                ranges_text(each.layers),
-                ", ".join(each.components),
-                str(read.units),
-                bytes_text(each.num_elements * report.state_element_bytes),
-            )
-        )
-        last = read.dst_rank
-    return table
+def _reads(planned: Planned, *, has_shares: bool) -> Table:
+    shares = ("tokens",) * has_shares
+    names = ("decode", "reads from", "cache", "layers", "units", "offsets", *shares, "a request")
+
+    def cells(part: Part) -> list[str]:
+        read = part.read
+        offsets = f"{read.src_unit_offset} -> {read.dst_unit_offset}"
+        tokens = [f"{read.src_tokens} -> {read.dst_tokens}"] * has_shares
+        layers, num_bytes = ranges_text(part.layers), bytes_text(part.num_bytes)
+        return [layers, str(read.units), offsets, *tokens, num_bytes]
+
+    return _table("Reads", names, _by_reader(planned, cells), right=("a request",))
 
 
-def _ways(report: PlanReport) -> Table:
+def _ways(planned: Planned) -> Table:
     """Return the table of each read's strategy and descriptors, in the order of `_reads`."""
-    table = _table("Direct or staged")
-    for name in ("decode", "reads from"):
-        table.add_column(name)
-    for name in ("descriptors\nper 1k tokens", "of size", "merged", "merged\nin arena"):
-        table.add_column(name, justify="right")
-    table.add_column("how")
-    for reader in report.figures.readers:
-        for position, figures in enumerate(reader.reads):
-            table.add_row(
-                *_cells(
-                    "" if position else str(reader.rank),
-                    str(figures.read.src_rank),
-                    f"{figures.descriptors:,}",
-                    _bytes(report, figures.descriptor_bytes),
-                    f"{figures.merged_descriptors:,}",
-                    f"{figures.staged_descriptors:,}",
-                    figures.strategy.value if report.knows_bytes else _UNKNOWN,
-                ),
-                end_section=position == len(reader.reads) - 1,
-            )
+    names = ("decode", "reads from", "cache", "descriptors", "of size", "merged", "in arena", "how")
+
+    def cells(part: Part) -> list[str]:
+        size, counts = bytes_text(part.descriptor_bytes), (part.merged, part.staged)
+        return [f"{part.descriptors:,}", size, *(f"{each:,}" for each in counts), part.how]
+
+    return _table("Direct or staged", names, _by_reader(planned, cells), right=names[3:7])
+
+
+def _by_reader(planned: Planned, cells: Callable[[Part], list[str]]) -> list[list[str]]:
+    """Return one row for each part of a read; a reader is named in its first one."""
+    rows, last = [], None
+    for part in sorted(planned.parts, key=lambda each: each.read.dst_rank):
+        rank = part.read.dst_rank
+        name = "" if rank == last else str(rank)
+        rows.append([name, str(part.read.src_rank), part.kind, *cells(part)])
+        last = rank
+    return rows
+
+
+def _decode_ranks(answer: Answer, planned: Planned) -> Table:
+    rows = []
+    for shard in answer.engines[1].shards:
+        parts = planned.of(shard.rank)
+        fan_in = str(len({part.read.src_rank for part in parts}))
+        num_bytes = bytes_text(sum(part.num_bytes for part in parts))
+        descriptors = f"{sum(part.descriptors for part in parts):,}"
+        notifies = ranks_text(only_notified_by(planned.plan, shard.rank)) or "-"
+        rows.append([str(shard.rank), fan_in, num_bytes, descriptors, notifies])
+    names = ("rank", "fan-in", "a request", "descriptors", "only notifies")
+    return _table("Decode ranks", names, rows, right=names[1:4])
+
+
+def _prefill_ranks(planned: Planned) -> Table:
+    rows = []
+    for release in planned.plan.releases:
+        readers = planned.readers_of(release.src_rank)
+        served = [str(len(readers)), bytes_text(sum(readers.values()))]
+        rank, notifiers = str(release.src_rank), ranks_text(release.notifiers)
+        rows.append([rank, *(served if readers else ["only notified", "-"]), notifiers])
+    names = ("rank", "fan-out", "a request", "released by")
+    return _table("Prefill ranks", names, rows, right=names[1:3])
+
+
+def _table(
+    title: str, names: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> Table:
+    """Return a table of literal text, so that rich does not take `[0, 4)` for markup."""
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=None)
+    table.pad_edge, table.padding, table.header_style = False, (0, 2, 0, 0), "cyan"
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
-
-
-def _decode_ranks(report: PlanReport) -> Table:
-    table = _table("Decode ranks")
-    table.add_column("rank")
-    request = f"a request of\n{report.prompt_tokens:,} tokens"
-    for name in ("fan-in", "reads", "a token", request, "descriptors\nper 1k tokens"):
-        table.add_column(name, justify="right")
-    table.add_column("only notifies")
-    for reader in report.figures.readers:
-        table.add_row(
-            *_cells(
-                str(reader.rank),
-                str(reader.fan_in),
-                str(len(reader.reads)),
-                _bytes(report, reader.token_bytes),
-                _bytes(report, reader.request_bytes),
-                f"{reader.descriptors:,}",
-                ranks_text(reader.only_notifies) or "-",
-            )
-        )
-    if len(report.figures.readers) > 1:
-        readers = report.figures.readers
-        table.add_section()
-        table.add_row(
-            *_cells(
-                "all",
-                "",
-                str(sum(len(reader.reads) for reader in readers)),
-                _bytes(report, sum(reader.token_bytes for reader in readers)),
-                _bytes(report, sum(reader.request_bytes for reader in readers)),
-                f"{sum(reader.descriptors for reader in readers):,}",
-                "",
-            )
-        )
-    return table
-
-
-def _prefill_ranks(report: PlanReport) -> Table:
-    num_reads = Counter(read.src_rank for read in report.plan.reads)
-    table = _table("Prefill ranks")
-    table.add_column("rank")
-    for name in ("fan-out", "reads", "a token"):
-        table.add_column(name, justify="right")
-    for name in ("how", "released by"):
-        table.add_column(name)
-    for source in report.figures.sources:
-        table.add_row(
-            *_cells(
-                str(source.rank),
-                str(source.fan_out),
-                str(num_reads[source.rank]),
-                _bytes(report, source.token_bytes) if source.fan_out else "-",
-                _how(report, source),
-                ranks_text(source.notifiers),
-            ),
-            style=None if source.fan_out else "dim",
-        )
-    return table
-
-
-def _how(report: PlanReport, source: SourceFigures) -> str:
-    """Return the strategies of the reads from a source rank."""
-    if not source.fan_out:
-        return "only notified"
-    if not report.knows_bytes:
-        return _UNKNOWN
-    ways = {
-        figures.strategy.value
-        for reader in report.figures.readers
-        for figures in reader.reads
-        if figures.read.src_rank == source.rank
-    }
-    return ", ".join(sorted(ways))
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="cyan",
-    )
-
-
-def _cells(*texts: str) -> list[Text]:
-    """Return cells with literal text, so that rich does not take `[0, 4)` for markup."""
-    return [Text(text) for text in texts]
-
-
-def _bytes(report: PlanReport, num_bytes: float) -> str:
-    return bytes_text(num_bytes) if report.knows_bytes else _UNKNOWN
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -13,7 +13,7 @@ producer                    requests that this worker holds for others
 pcp_replica                 workers whose caches others serve
 failed_reads                what both halves do when blocks cannot be read
 metadata                    what scheduler and workers send each other
-content                     what the KV of a prompt depends on
+content, weights            what the KV of a prompt depends on
 settings                    options
 stats, traces               metrics and spans
 stalls                      warnings about threads that stand still

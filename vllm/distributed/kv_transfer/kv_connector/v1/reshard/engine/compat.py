@@ -72,11 +72,10 @@ STATE_IS_UPSTREAMS = _IS_0_22
 The scheduler of 0.22.1 does not say which of a request's blocks has the state, and offers all.
 """
 
-PRODUCERS_KEEP_THE_LAST_WINDOW = _IS_0_22
-"""True if an engine holds the blocks in the window of a request's last token.
+PREFILLS_STOP_SHORT = not _IS_0_22
+"""True if upstream's prefill engines leave the last tokens of some prompts to decode engines.
 
-The scheduler of 0.22.1 is patched to hold them. Later schedulers are not: a prefill engine stops
-before that token, and holds the window of the next one.
+They do for recurrent state, which 0.22.1 leaves to upstream's connector, and for some drafts.
 """
 
 OUTPUTS_OUTLIVE_PREEMPTION = _IS_0_22
@@ -86,8 +85,17 @@ The request is then over while its new blocks are being computed. The scheduler 
 an output as current; later schedulers recognise it as stale.
 """
 
+BLOCK_HASHES_KNOW_ADAPTERS_PATHS = not _IS_0_22
+"""True if the prefix cache tells adapters of one name apart that lie at two paths; not in 0.22.1.
+
+In no release does it see that the files at a path have changed.
+"""
+
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """True if upstream's statistics count failed handshakes and late notifications; not in 0.22.1."""
+
+ENGINES_CAN_BE_ASKED = not _IS_0_22
+"""True if an engine's caches can be planned without its workers; not so in 0.22.1."""
 
 CONNECTORS_GIVE_FIRST_OUTPUTS = hasattr(KVConnectorBase_V1, "take_first_outputs")
 """True if a connector may answer a request that it has received: in the fork since 0.32.0.
@@ -224,6 +232,37 @@ def asks_more_of_forwards(config: VllmConfig) -> bool:
         or config.model_config.return_sampling_mask
         or config.aux_output_config.enabled
     )
+
+
+def kv_cache_configs(
+    vllm_config: VllmConfig, specs: list[dict[str, Any]], memory_bytes: list[int]
+) -> list[KVCacheConfig]:
+    """Return each worker's groups and sizes, and settle how tokens are dealt to sharing ranks.
+
+    Both stand elsewhere since 0.33, where engines do the latter from groups alone. Those of 0.22.1
+    are not asked: see `ENGINES_CAN_BE_ASKED`.
+
+    Args:
+        vllm_config: The engine's configuration.
+        specs: The specification of each worker's layers, by name.
+        memory_bytes: Memory of each worker for its caches.
+    """
+    found: list[KVCacheConfig]
+    if _IS_BEFORE_0_33:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        found = get_kv_cache_configs(vllm_config, specs, memory_bytes)
+        vllm_config.adjust_dcp_kv_cache_interleave_size(found[0])
+        return found
+    from vllm.v1.core import kv_cache_planning
+
+    # As the engine core does when it starts.
+    groups = kv_cache_planning.get_global_kv_cache_groups(vllm_config, specs)
+    vllm_config.adjust_dcp_kv_cache_interleave_size(groups)
+    found = kv_cache_planning.get_kv_cache_configs(vllm_config, specs, memory_bytes, groups)
+    for each in found:
+        each.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
+    return found
 
 
 # Imported here for other modules. Tests find switches by their definitions.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..protocol.params import own_adapter
 from .caches.releases import ITEM_HASHES
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...
     """
     keys: list[tuple[str | int, ...]] = []
     if request.lora_request is not None:
-        keys.append(("lora", request.lora_request.lora_name))
+        digest = own_adapter(request.kv_transfer_params)
+        name = request.lora_request.lora_name
+        keys.append(("lora", name) if digest is None else ("adapter", digest))
     if request.cache_salt:
         keys.append(("cache_salt", request.cache_salt))
     for item in request.mm_features:

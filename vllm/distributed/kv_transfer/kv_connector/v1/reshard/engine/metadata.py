@@ -117,7 +117,6 @@ class WorkerNews(KVConnectorWorkerMetadata):
         may_have_blocks: Requests of `early` that may have blocks.
         faults: Requests of `early` that will not be read, each with the reason.
         first_tokens: First tokens that came with the offers of some requests of `early`.
-        offered_s: Seconds since each received request was seen to be offered.
         shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
             can.
     """
@@ -127,7 +126,6 @@ class WorkerNews(KVConnectorWorkerMetadata):
     may_have_blocks: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
-    offered_s: dict[RequestId, float] = field(default_factory=dict)
     shortages: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -141,9 +139,6 @@ class WorkerNews(KVConnectorWorkerMetadata):
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
         self.shortages |= other.shortages
-        # Each worker sees the offer by itself: the earliest counts.
-        for request_id, offered_s in other.offered_s.items():
-            self.offered_s[request_id] = max(offered_s, self.offered_s.get(request_id, 0.0))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Return two workers' reports in one."""
@@ -161,7 +156,6 @@ class Report:
     Attributes:
         sent: Requests whose blocks are not held for other engines any more.
         received: Requests that were received, and those that failed and are drained.
-        offered_at_s: Since when each successfully received request could have been read.
         failed: Requests that could not be read, each with its blocks, which may still be written
             until the request is in `received`.
         stats: Metrics; None without any.
@@ -170,7 +164,6 @@ class Report:
 
     sent: set[RequestId] = field(default_factory=set)
     received: set[RequestId] = field(default_factory=set)
-    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
     stats: ReshardStats | None = None
     news: WorkerNews = field(default_factory=WorkerNews)
@@ -187,7 +180,6 @@ class Report:
         """Merge a later report into this one."""
         self.sent |= later.sent
         self.received |= later.received
-        self.offered_at_s |= later.offered_at_s
         self.failed |= later.failed
         self.news.add(later.news)
         if self.stats is None:

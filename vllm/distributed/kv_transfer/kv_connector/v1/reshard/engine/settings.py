@@ -62,6 +62,8 @@ class Settings(
         engine_ttl_s: Seconds without a request after which another engine is forgotten; 0 or less
             for never.
         enforce_handshake_compat: Whether engines that differ in what must be equal are refused.
+        allow_other_weights: Whether an engine with other weights may be read from, such as a
+            quantized checkpoint's; adapters must be the same in any case.
         missing_draft_layers: What to do with a draft's layers that the engine read from lacks:
             `refuse` the engine, or let the draft start cold and `compute` them.
         early_dispatch: On both engines: whether routers may send a request to both at once. The
@@ -75,24 +77,14 @@ class Settings(
         decoder_kv_blocks_ttl: With `bidirectional_kv_xfer`: seconds that a decode engine offers the
             blocks of a turn.
         transfer_strategy: `direct` reads into blocks; `staged` reads by way of an arena; `auto`
-            chooses for each read by the next three options.
-        staging_max_descriptor_bytes: With `auto`: largest average size of a read's direct
-            descriptors, once merged, for which it is staged.
-        staging_min_merge_factor: With `auto`: least number of direct descriptors that staging must
-            merge into one.
-        staging_min_descriptors: With `auto`: least number of direct descriptors of a read that is
-            staged.
+            chooses for each read.
         staging_arena_bytes: Size of the arena on each worker that reads; None for a sixteenth of
             the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
         backends: NIXL backends, in order of preference.
         num_threads: Threads of NIXL's UCX backend.
-        num_lanes: NIXL agents to read with, 1 to 64, shared by all peers; None for 4 with UCX, and
-            1 with backends whose agents need a progress thread.
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
             None with UCX for 10,000 on CPU and elsewhere 0, which takes a core, and with other
             backends for 100.
-        verify_plans: Whether each plan is checked by an independent method, which takes many times
-            as long as planning; to look for a defect of the connector.
         enable_cross_layers_blocks: Makes nothing faster. On 0.22.1 the caches of all layers lie in
             one tensor; later it does nothing.
     """
@@ -120,14 +112,10 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
-    staging_max_descriptor_bytes: _Bytes = StagingPolicy().max_descriptor_bytes
-    staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
-    staging_min_descriptors: _Count = StagingPolicy().min_descriptors
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
+    allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
-    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
-    verify_plans: bool = False
     early_dispatch: bool = False
     seed_first_token: bool = False
 
@@ -146,20 +134,7 @@ class Settings(
 
     def staging_policy(self) -> StagingPolicy | None:
         """Return the policy that selects staged reads; None unless the strategy is `auto`."""
-        if self.transfer_strategy != "auto":
-            return None
-        return StagingPolicy(
-            self.staging_max_descriptor_bytes,
-            self.staging_min_merge_factor,
-            self.staging_min_descriptors,
-        )
-
-    def lanes(self) -> int:
-        """Return the number of agents to read with, chosen by the backends if not set.
-
-        An agent that needs NIXL's progress thread may occupy a core while it is idle.
-        """
-        return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
+        return StagingPolicy() if self.transfer_strategy == "auto" else None
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """Return the rest of NIXL's progress thread, chosen by backends and device if not set."""
@@ -238,6 +213,10 @@ def remarks(config: KVTransferConfig, settings: Settings, host: str) -> list[str
         found.append(
             "enforce_handshake_compat is off: engines that run other models, versions or cache "
             "formats are not refused"
+        )
+    if settings.allow_other_weights:
+        found.append(
+            "allow_other_weights is on: KV caches that were computed with other weights are read"
         )
     if settings.bidirectional_kv_xfer and config.kv_load_failure_policy != "recompute":
         found.append(

@@ -76,6 +76,10 @@ class HandshakeFailure(str, Enum):
     """A defect of the connector: report the line in the log."""
 
 
+_MOST_REQUESTS = 10_000
+"""Requests counted until the count is taken; more than begin in any step."""
+
+
 class ReadFailure(str, Enum):
     """Why the blocks of a request could not be read."""
 
@@ -161,8 +165,6 @@ class ReshardStats(NixlKVConnectorStats):
 
         handshake_seconds      duration of each successful handshake
         prefill_wait_seconds   time that each early-dispatched request waited for its offer
-        handover_seconds       time to the first token of each request that was read, from when it
-                               had arrived here and its prompt was offered
         exposed_transfer_seconds
                                delay that transfer added to each request that was read: from its
                                offer, as far as this worker knows, until it is received
@@ -213,10 +215,6 @@ class ReshardStats(NixlKVConnectorStats):
         """Record the wait for an early-dispatched request's offer."""
         self.data["prefill_wait_seconds"].append(duration_s)
 
-    def record_handover(self, duration_s: float) -> None:
-        """Record the time until a request that was read has its first token."""
-        self.data["handover_seconds"].append(duration_s)
-
     def record_exposed_transfer(self, duration_s: float) -> None:
         """Record the delay that transfer added to a request that is received."""
         self.data["exposed_transfer_seconds"].append(duration_s)
@@ -235,7 +233,9 @@ class ReshardStats(NixlKVConnectorStats):
     def record_request(self, *, has_params: bool) -> None:
         """Record a new request."""
         kind = RequestParameters.YES if has_params else RequestParameters.NO
-        self.data["requests"].append(kind.value)
+        # Where workers count nothing, nobody may ever take it.
+        if len(self.data["requests"]) < _MOST_REQUESTS:
+            self.data["requests"].append(kind.value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """Record a request that could not be read; among upstream's counts as upstream does."""
@@ -366,12 +366,6 @@ _METRICS = {
         "vllm:nixl_prefill_wait_seconds",
         "Time from a request that was sent to both engines until its blocks are offered, on each "
         "decode worker. One that was offered at the first look is not counted.",
-    ),
-    "handover_seconds": _Metric(
-        Histogram,
-        "vllm:nixl_handover_seconds",
-        "Time from a request's arrival at the decode engine and its offer, as far as that engine "
-        "knows, until its first token. Only of requests that were read.",
     ),
     "exposed_transfer_seconds": _Metric(
         Histogram,

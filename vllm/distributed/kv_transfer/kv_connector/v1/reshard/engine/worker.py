@@ -111,7 +111,7 @@ class ReshardWorker:
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
-        lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
+        lanes = Lanes(lambda: self._waking(self._dialer.make_lane()))
         renewals = Renewals(self._settings.lease_s)
         peers = PeerTable(
             self._dial,
@@ -199,9 +199,7 @@ class ReshardWorker:
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(
-                local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
-            ),
+            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
             lambda address: client.request(address, required),
         )
         description = WorkerDescription(
@@ -252,9 +250,6 @@ class ReshardWorker:
     def take_news(self) -> WorkerNews:
         """Return the other news for the scheduler, collected since the last call."""
         news, self._report.news = self._report.news, WorkerNews()
-        offered_at_s, self._report.offered_at_s = self._report.offered_at_s, {}
-        now_s = self._clock()
-        news.offered_s = {request_id: now_s - at_s for request_id, at_s in offered_at_s.items()}
         return news
 
     def take_stats(self) -> ReshardStats | None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..plan.reshard import Read
 from .cache import Plane
-from .overlap import BlockSpan, Overlap, overlap, tokens_of_chunk
+from .overlap import BlockSpan, Overlap, tokens_of_chunk
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
 """Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
@@ -177,22 +177,6 @@ class Leg:
     def dst_head_offset(self) -> int:
         """Position of the first head to read within the destination's planes."""
         return self.read.dst_unit_offset * self.pairs[0].dst.heads_per_unit
-
-    def select(
-        self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
-    ) -> list[Selection]:
-        """Return what a request moves; pairs of groups without an overlap are left out.
-
-        Args:
-            src_blocks: The request's blocks at the source, one span for each KV-cache group.
-            dst_blocks: The same at the destination.
-        """
-        sizes = self.src.block_tokens, self.dst.block_tokens
-        return [
-            Selection(common, planes)
-            for (src, dst), planes in self.planes_by_groups
-            if (common := overlap(src_blocks[src], dst_blocks[dst], *sizes)) is not None
-        ]
 
     def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
         """Return the descriptor indices of selections.

@@ -25,8 +25,8 @@ class Strategy(str, Enum):
 class StagingPolicy:
     """Thresholds for staging: it pays for many small descriptors that merge in the arena.
 
-    The defaults come from two machines without an accelerator, over shared memory. Staged reads of
-    64 MiB took 0.7 to 0.9 of the time of direct ones in pieces of 4 KiB, and up to 1.4 of it in
+    They come from two machines without an accelerator, over shared memory. Staged reads of 64 MiB
+    took 0.7 to 0.9 of the time of direct ones in pieces of 4 KiB, and up to 1.4 of it in
     pieces of 8 KiB; staged reads of 4 MiB took 0.8 ms longer (decision 10).
 
     Attributes:

@@ -3,6 +3,5 @@
 
 mesh, shards    which rank holds what
 reshard         which rank reads what from which, and releases which
-verify          a check of that by other means
 text            how it is told in a log or a table
 """

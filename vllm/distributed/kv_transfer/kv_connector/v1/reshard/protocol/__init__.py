@@ -16,5 +16,6 @@ compatibility               what engines tell each other when they shake hands
 bounds, trust               what that may cost, and which hosts may be asked
 messages                    what travels afterwards
 params                      what requests ask for
+request_blocks              which of a request's blocks are read
 quoting                     what others have written, in a line of ours
 """

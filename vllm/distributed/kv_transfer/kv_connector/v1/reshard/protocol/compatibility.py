@@ -27,13 +27,22 @@ DRAFT_FACTORS = (
 RELEASE_FACTOR = "vllm_version"
 """Name under which an engine sends its vLLM release along with the factors. It may differ."""
 
+WEIGHT_FACTORS = ("weights", "weights_commit")
+"""Factors that identify weights. Not every loader allows to tell them: they are compared where both
+engines do."""
+
 _OTHER_RELEASE = "install releases of vLLM between which that has not changed"
 
-FACTORS_SINCE: Mapping[str, int] = {}
+FACTORS_SINCE: Mapping[str, int] = dict.fromkeys(WEIGHT_FACTORS, 6)
 """Protocol version that added a factor; absent if all supported versions have the factor."""
 
 _REMEDIES = {
     "model": "serve the same model, with the same --hf-overrides",
+    **dict.fromkeys(
+        WEIGHT_FACTORS,
+        "serve the same checkpoint, or, if one is meant to read the other's KV cache, set "
+        "allow_other_weights",
+    ),
     "num_hidden_layers": "serve the same model",
     "num_kv_heads": "serve the same model",
     "head_size": "serve the same model",
@@ -88,6 +97,8 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
 def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) -> str:
     """Name what differs, with both values and the remedy; empty if nothing does."""
     names = [*local, *sorted(remote.keys() - local.keys())]
+    if not has_both_weights(local, remote):
+        names = [name for name in names if name not in WEIGHT_FACTORS]
     differing = [name for name in names if local.get(name) not in (ANY, remote.get(name))]
     if not differing:
         return ""
@@ -99,6 +110,11 @@ def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) ->
         values.append(f"and {unnamed} more")
     remedies = ", ".join(dict.fromkeys(map(remedy, differing)))
     return f"{'; '.join(values)}: on both engines, {one_line(remedies)}"
+
+
+def has_both_weights(local: Mapping[str, str], remote: Mapping[str, str]) -> bool:
+    """Return whether two engines tell their weights in the same way, so that they are compared."""
+    return any(name in local and name in remote for name in WEIGHT_FACTORS)
 
 
 def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:

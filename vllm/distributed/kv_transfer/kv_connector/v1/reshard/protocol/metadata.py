@@ -30,7 +30,14 @@ from ..errors import (
 )
 from ..plan.mesh import MeshRank
 from .bounds import MAX_GREETING_BYTES, MAX_RANKS, MAX_REPLY_BYTES, ReplyBounds
-from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, remedy
+from .compatibility import (
+    RELEASE_FACTOR,
+    WEIGHT_FACTORS,
+    check_compatibility,
+    has_both_weights,
+    known_factors,
+    remedy,
+)
 from .description import WorkerDescription, decode, decode_worker
 from .quoting import one_line, quote
 from .versions import CONNECTOR_NAME, SPOKEN
@@ -68,11 +75,13 @@ class Reply:
     Attributes:
         version: Version of the protocol that both engines speak.
         release: Release of vLLM that the engine runs; None if the reply does not say.
+        compares_weights: Whether both engines told their weights, so that they were compared.
         workers: Descriptions of the workers, in the order of ranks; at least one.
     """
 
     version: int
     release: str | None
+    compares_weights: bool
     workers: tuple[WorkerDescription, ...]
 
 
@@ -150,7 +159,8 @@ def encode_reply(
     for rank, handshake in ordered:
         for name in sorted(first.factors.keys() | handshake.factors.keys()):
             one, other = first.factors.get(name), handshake.factors.get(name)
-            if one != other:
+            # A node may lack the files. What is not told by all is not told.
+            if one != other and not (name in WEIGHT_FACTORS and None in (one, other)):
                 raise LocalLayoutError(
                     f"{quote(name)} is {quote(one)} on rank {quote(str(first_rank))} but "
                     f"{quote(other)} on rank "
@@ -165,7 +175,11 @@ def encode_reply(
                 f"{said.shard.rank} of engine {quote(said.engine_id)}: start all workers of an "
                 "engine with one configuration"
             )
-    factors = known_factors(first.factors, version)
+    factors = {
+        name: value
+        for name, value in known_factors(first.factors, version).items()
+        if all(name in handshake.factors for _, handshake in ordered)
+    }
     greeting = _ENCODER.encode(_Terms(CONNECTOR_NAME, version, factors))
     if len(greeting) > MAX_GREETING_BYTES:
         raise LocalLayoutError(
@@ -227,8 +241,11 @@ def decode_reply(
         )
     _check_greeting(decode(_GREETING_DECODER, greeting, RemoteHandshakeError, "the answer"))
     terms = decode(_TERMS_DECODER, greeting, RemoteHandshakeError, "the answer")
+    compares_weights = False
     if local_factors is not None:
-        check_compatibility(known_factors(local_factors, terms.version), terms.factors)
+        required = known_factors(local_factors, terms.version)
+        check_compatibility(required, terms.factors)
+        compares_weights = has_both_weights(required, terms.factors)
     if not 0 < len(bodies) <= MAX_RANKS:
         raise RemoteHandshakeError(
             f"the answer describes {len(bodies)} ranks, but an engine has 1 to {MAX_RANKS}: run "
@@ -242,7 +259,8 @@ def decode_reply(
             f"the answer describes workers of several engines, {quote(named)}: "
             "give every engine a side channel of its own"
         )
-    return Reply(terms.version, terms.factors.get(RELEASE_FACTOR), tuple(workers))
+    release = terms.factors.get(RELEASE_FACTOR)
+    return Reply(terms.version, release, compares_weights, tuple(workers))
 
 
 def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerDescription]:

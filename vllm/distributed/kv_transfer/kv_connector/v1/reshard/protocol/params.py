@@ -26,7 +26,9 @@ _ASKED = "_remote_blocks_processed"
 """Upstream's mark that workers have been asked to read, or that there is nothing to read."""
 MARK_EARLY = "_early"
 """Mark of a request that is read once its prompt is computed: see `early`."""
-_OURS = frozenset({_FAULT, _ASKED, MARK_EARLY, "_p_side_truncated"})
+_ADAPTER = "_adapter"
+"""Digest of the files of the request's adapter at this engine."""
+_OURS = frozenset({_FAULT, _ASKED, MARK_EARLY, _ADAPTER, "_p_side_truncated"})
 """Names that only schedulers may set, and no client."""
 _REMOTE_PREFIX = "remote_"
 
@@ -51,6 +53,8 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
         remote_num_tokens: Number of the request's tokens up to the last one in these blocks; None
             or 0 if they end with the prompt.
         remote_first_token: Token that was sampled after these; None if it was not sent.
+        remote_adapter: Digest of the files of the LoRA adapter that computed them; None without an
+            adapter, or if an engine of another build holds them.
         remote_secret: Secret that gives the blocks up; None if an engine of another build holds
             them, or a router has dropped it.
     """
@@ -62,6 +66,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     remote_first_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_adapter: Text | None = None
     remote_secret: _Secret | None = None
 
     @property
@@ -149,6 +154,23 @@ def first_token(params: Params | None) -> int | None:
     """Return the token after the offered ones, from sanitized parameters; None without one."""
     token = (params or {}).get("remote_first_token")
     return token if isinstance(token, int) and not isinstance(token, bool) else None
+
+
+def bind_adapter(params: Params, digest: str) -> bool:
+    """Note what a request's adapter is at this engine, and return whether blocks are bound to it.
+
+    Builds that do not tell theirs bind blocks to its name. An early request's blocks have no
+    parameters yet.
+    """
+    is_bound = is_early(params) or not remote_request(params) or "remote_adapter" in params
+    if is_bound:
+        params[_ADAPTER] = digest
+    return is_bound
+
+
+def own_adapter(params: Params | None) -> str | None:
+    """Return what a request's adapter is at this engine; None if blocks are not bound to it."""
+    return (params or {}).get(_ADAPTER)
 
 
 def is_early(params: Params | None) -> bool:

@@ -121,6 +121,8 @@ _MISSING = {
 }
 """Error message of a handshake that timed out, by the stage it had reached."""
 
+_WEIGHTS_UNKNOWN = " Weights are not compared: one of the two engines does not tell its own."
+
 _REFUSED = (
     "nothing listens there (connection refused), so that the engine has ended or listens "
     "elsewhere: check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through "
@@ -467,11 +469,12 @@ class HandshakeClient:
                 engine_id,
             )
         logger.info(
-            "Engine %s runs vLLM %s, and speaks %s/%d.",
+            "Engine %s runs vLLM %s, and speaks %s/%d.%s",
             quote(engine_id),
             quote(reply.release),
             CONNECTOR_NAME,
             reply.version,
+            "" if reply.compares_weights else _WEIGHTS_UNKNOWN,
         )
         return reply.workers
 
@@ -490,8 +493,8 @@ def _typed(fault: Exception) -> ReshardError:
         return RemoteHandshakeError(
             f"{one_line(fault)}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
         )
-    is_limit = getattr(fault, "errno", None) in (errno.EMFILE, errno.ENFILE)
-    if is_limit or isinstance(fault, RuntimeError):
+    number = fault.errno if isinstance(fault, OSError | zmq.ZMQError) else None
+    if number in (errno.EMFILE, errno.ENFILE) or isinstance(fault, RuntimeError):
         return LocalLimitError(
             f"not asked ({one_line(fault)}): see who names so many hosts, and raise this process's "
             "limits of open files (ulimit -n) and threads"

@@ -5,8 +5,11 @@ An agent registers the whole cache and holds file descriptors, threads and, with
 core. So the number of agents does not grow with the number of peers. But only closing the agent
 fences reads that never end by themselves (see `agent`), so all peers of a lane end with it. When a
 peer breaks, its lane is retired: it posts what its other peers have begun, drains, and is closed,
-while new reads go to the other lanes and to its successor. Peers that broke a short while ago
-(suspects) share a lane of their own, so that they do not make the others reconnect repeatedly.
+while new reads go to its successor.
+
+Every peer begins in the lane of newcomers, which is all that most workers ever have. Once that
+breaks, peers that have given a good read (proven ones) connect over a lane of their own, which
+neither newcomers nor peers that broke a short while ago (suspects) can make them leave.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from .connection import PeerConnection
 
 logger = init_logger(__name__)
+
+_NEWCOMERS, _PROVEN = 0, 1
+"""Slots of `Lanes`."""
 
 MAX_DRAINING_LANES = 4
 """While more lanes drain, the oldest is closed after `PEER_GRACE_S`, and none is made for suspects.
@@ -206,13 +212,12 @@ class Lanes:
 
     Args:
         make: Makes a lane in another thread, without blocking.
-        num_lanes: Number of lanes that peers are spread over, besides the one for suspects.
     """
 
-    def __init__(self, make: Callable[[], Future[Lane]], num_lanes: int) -> None:
+    def __init__(self, make: Callable[[], Future[Lane]]) -> None:
         self._make = make
-        # One slot for each lane; the last is for suspects.
-        self._slots: list[Future[Lane] | None] = [None] * (num_lanes + 1)
+        # By `_NEWCOMERS`, which suspects share, and `_PROVEN`.
+        self._slots: list[Future[Lane] | None] = [None, None]
         self._draining: list[Lane] = []
         self._retry_at_s = 0.0
 
@@ -248,15 +253,15 @@ class Lanes:
         return math.inf if is_waiting else self._retry_at_s
 
     def prepare(self, now_s: float) -> None:
-        """Begin to make the lanes that peers are spread over."""
-        for slot in range(len(self._slots) - 1):
-            self._fill(slot, now_s)
+        """Begin to make the lane that every peer begins with."""
+        self._fill(_NEWCOMERS, now_s)
 
-    def pick(self, now_s: float, *, is_suspect: bool) -> Lane | None:
-        """Return a lane for a peer's next connection: the least used of those that are ready.
+    def pick(self, now_s: float, *, is_proven: bool, is_suspect: bool) -> Lane | None:
+        """Return the lane for a peer's next connection.
 
         Args:
             now_s: The time.
+            is_proven: Whether the peer has given a good read.
             is_suspect: Whether the peer broke a short while ago.
 
         Returns:
@@ -265,21 +270,11 @@ class Lanes:
         Raises:
             TransferError: None can be made.
         """
-        last = len(self._slots) - 1
-        slots = [last] if is_suspect else range(last)
-        fault: TransferError | None = None
+        slot = _PROVEN if is_proven and not is_suspect else _NEWCOMERS
         if not is_suspect or len(self._draining) <= MAX_DRAINING_LANES:
-            for slot in slots:
-                try:
-                    self._fill(slot, now_s)
-                except TransferError as error:
-                    fault = error
-        ready = [made.result() for slot in slots if _is_made(made := self._slots[slot])]
-        if ready:
-            return min(ready, key=lambda lane: len(lane.connections))
-        if fault is not None:
-            raise fault
-        return None
+            self._fill(slot, now_s)
+        made = self._slots[slot]
+        return made.result() if _is_made(made) else None
 
     def retire(self, lane: Lane, now_s: float) -> None:
         """Begin no more reads on a lane; may be called repeatedly."""
@@ -289,7 +284,7 @@ class Lanes:
             ]
             lane.retired_at_s, self._slots = now_s, slots
             self._draining.append(lane)
-            logger.debug("New reads go to other lanes. %s", one_line(lane.summary(now_s)))
+            logger.debug("New reads go to another lane. %s", one_line(lane.summary(now_s)))
 
     def take_due(self, now_s: float) -> list[Lane]:
         """Forget the lanes that are due, and return them for the caller to close."""

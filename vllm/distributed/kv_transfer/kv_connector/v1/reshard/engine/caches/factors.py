@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
-from ...protocol.compatibility import ANY, DRAFT_FACTORS, RELEASE_FACTOR
+from ...protocol.compatibility import ANY, DRAFT_FACTORS, RELEASE_FACTOR, WEIGHT_FACTORS
 from ..compat import draft_cache_dtype, prefill_lookahead_tokens
 from ..content import items_hashed_as, items_named_by
 from ..settings import Settings
+from ..weights import weights_factors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +58,7 @@ def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
         "multimodal_items_named_by": items_named_by(vllm_config),
         "multimodal_items_hashed_as": items_hashed_as(vllm_config),
         **_draft_factors(vllm_config),
+        **weights_factors(vllm_config),
     }
 
 
@@ -70,6 +72,8 @@ def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str
     uncompared = [RELEASE_FACTOR]
     if settings.missing_draft_layers == "compute":
         uncompared += DRAFT_FACTORS
+    if settings.allow_other_weights:
+        uncompared += WEIGHT_FACTORS
     return {**factors, **dict.fromkeys(uncompared, ANY)}
 
 
@@ -121,7 +125,7 @@ def _draft_values(vllm_config: VllmConfig) -> dict[str, str]:
 def _architecture(text_config: object) -> str:
     """Return what tells one architecture, including its positions, from another.
 
-    It cannot tell two trainings of one architecture apart.
+    It cannot tell two trainings of one architecture apart; `weights` does.
     """
     told = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
     # MiMo-V2's layers use `sliding_window_size`. transformers 5.20.2 sets `sliding_window` to that

@@ -52,7 +52,6 @@ class LocalEndpoint:
         area: Staging area for staged reads; None if all reads are direct.
         replica_offset: Offset that spreads replicas of an engine over holders of the same heads.
         missing_drafts: What to do if the other engine lacks a draft's layers.
-        verifies_plans: Whether each plan is checked by an independent method.
     """
 
     cache: LocalCache
@@ -61,7 +60,6 @@ class LocalEndpoint:
     area: StagingArea | None
     replica_offset: int
     missing_drafts: Literal["refuse", "compute"] = "refuse"
-    verifies_plans: bool = False
 
 
 class Dialer:
@@ -99,12 +97,7 @@ class Dialer:
     def begin(self, local: LocalEndpoint, ask: Ask) -> None:
         """Set the local endpoint and how to ask, once the caches are registered."""
         self._local, self._ask = local, ask
-        self._planner = Planner(
-            local.shards,
-            local.replica_offset,
-            local.missing_drafts,
-            verifies=local.verifies_plans,
-        )
+        self._planner = Planner(local.shards, local.replica_offset, local.missing_drafts)
 
     def dial(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         """Ask an engine, and plan and lower the reads from it; does not block.

@@ -34,7 +34,7 @@ FIRST_RETRY_S = 1.0
 #: interval last retry: a peer that has failed many handshakes may be asked again.
 LAST_RETRY_S = 30.0
 
-#: interval suspicion: a peer whose connection broke leaves the lanes of the suspected.
+#: interval suspicion: a peer whose connection broke leaves the lane of the suspected.
 STEADY_S = 60.0
 """A peer whose reads have not failed for this long is no longer a suspect."""
 
@@ -344,7 +344,9 @@ class PeerTable:
         assert peer.lowered is not None
         if peer.connecting is None:
             self._shed_dead(now_s)
-            lane = self.lanes.pick(now_s, is_suspect=peer.is_suspect(now_s))
+            lane = self.lanes.pick(
+                now_s, is_proven=peer.is_proven, is_suspect=peer.is_suspect(now_s)
+            )
             if lane is None:
                 return
             peer.connecting = self._connect(lane, peer.lowered)

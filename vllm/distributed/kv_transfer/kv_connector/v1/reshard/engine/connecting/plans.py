@@ -15,11 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from ...errors import RemoteLayoutError
 from ...plan.reshard import ReshardPlan, plan_reshard
 from ...plan.shards import Layer, Shard
-from ...plan.verify import verify_plan
-from ...protocol.quoting import one_line
 from ..caches.drafts import without_missing_drafts
 
 MOST_PLANS = 8
@@ -47,7 +44,6 @@ class Planner:
         shards: Shards of all of this engine's workers.
         replica_offset: Offset that spreads replicas of this engine over holders of the same heads.
         missing_drafts: What to do about draft layers that the other engine does not have.
-        verifies: Whether to check each plan by independent means.
     """
 
     def __init__(
@@ -55,11 +51,9 @@ class Planner:
         shards: Sequence[Shard],
         replica_offset: int,
         missing_drafts: Literal["refuse", "compute"],
-        *,
-        verifies: bool = False,
     ) -> None:
         self._shards, self._replica_offset = shards, replica_offset
-        self._missing_drafts, self._verifies = missing_drafts, verifies
+        self._missing_drafts = missing_drafts
         # By the digest of the other engine's layout; most recently used last.
         self._planned: OrderedDict[bytes, Planned] = OrderedDict()
 
@@ -82,14 +76,7 @@ class Planner:
 
     def _plan(self, src: Sequence[Shard]) -> Planned:
         needed, missing = without_missing_drafts(src, self._shards, self._missing_drafts)
-        plan = plan_reshard(src, needed, replica_offset=self._replica_offset)
-        # Verifying costs many times as much as planning.
-        if self._verifies and (faults := verify_plan(src, needed, plan)):
-            raise RemoteLayoutError(
-                f"no plan fits what the engine says of itself ({one_line(faults[0])}): run the "
-                "same build of the connector on both engines"
-            )
-        return Planned(missing, plan)
+        return Planned(missing, plan_reshard(src, needed, replica_offset=self._replica_offset))
 
 
 def layout_digest(shards: Sequence[Shard]) -> bytes:

@@ -24,13 +24,14 @@ from ...errors import ReshardError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
+from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
 from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import LeaseCheckFailure, LeaseError
-from ...transport.remote import LocalCache, RequestBlocks
+from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable, Turn
 from ..early.watched_requests import Refusal
@@ -358,8 +359,6 @@ class ConsumerSide:
         except Exception:
             _log_cut_short(request)
         self._report.received.add(request.request_id)
-        if request.fault is None:
-            self._report.offered_at_s[request.request_id] = request.offered_at_s
         del self._requests[request.request_id]
         request.enter(ReadState.ENDED, self._now_s)
 

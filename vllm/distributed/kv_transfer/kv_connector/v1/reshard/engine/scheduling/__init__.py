@@ -8,7 +8,6 @@ awaiting                    requests whose leases workers renew
 parking                     requests that get no blocks yet
 offers, board_updates       what is held, or being computed, on its way to the workers
 first_tokens                answers that begin with the token that the prefill engine sampled
-handovers                   the time from an offer to the first token
 token_counts                how many tokens of a request are read, held and offered
 idling                      when the engine's core takes no steps
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from ...protocol.early import decode_params, prefill_params
 from ...protocol.fingerprint import OfferFingerprint, fingerprint
 from ...protocol.ids import BlockIds
@@ -12,17 +14,25 @@ from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.params import (
     Params,
     RemoteBlocks,
+    bind_adapter,
     faulty,
+    is_disaggregated,
     is_early,
+    own_adapter,
     remote_blocks,
     sanitize_params,
 )
+from ...protocol.quoting import quote
 from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
 from .readers import is_made_up
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from ..weights import Adapter
+
+logger = init_logger(__name__)
 
 
 def believable(
@@ -48,6 +58,45 @@ def believable(
             return (None if is_made_up(request) else early), None
         params = prefill_params(params)
     return sanitize_params(params, reads_back=reads_back, trusted=trusted)
+
+
+def note_adapter(request: Request, adapter: Adapter) -> None:
+    """Bind a new request's blocks to what its adapter is; have it read nothing if that is unknown.
+
+    It reads nothing either where vLLM's prefix cache might serve it KV of other files. Blocks that
+    an engine of an older build holds stay bound to the adapter's name.
+    """
+    params, lora = request.kv_transfer_params, request.lora_request
+    if not params or not is_disaggregated(params):
+        return
+    assert lora is not None
+    name, path = quote(lora.lora_name), quote(lora.lora_path)
+    if adapter.digest is not None and not bind_adapter(params, adapter.digest):
+        logger.warning_once(
+            "Adapter %s is known by its name alone to an engine that computes with it: install "
+            "this build there.",
+            name,
+        )
+    if adapter.digest is None or not adapter.is_cached_anew:
+        request.skip_reading_prefix_cache = True
+        seen = "changed" if adapter.digest else "are not there"
+        logger.warning_once(
+            "Nothing is read for adapter %s, from the prefix cache neither: its files at %s %s, "
+            "which vLLM does not see; load it from another path.",
+            *(name, path, seen),
+        )
+
+
+def _adapter_fault(request: Request, source: RemoteBlocks) -> str | None:
+    """Return how a request's adapter here differs from that of the blocks to read, or None."""
+    theirs, ours = source.remote_adapter, own_adapter(request.kv_transfer_params)
+    if theirs in (None, ours):
+        return None
+    name = request.lora_request and request.lora_request.lora_name
+    return (
+        f"its adapter {quote(name)} is {quote(theirs)} there and {quote(ours)} here: load the same "
+        "files on both engines"
+    )
 
 
 def receive_of(
@@ -85,7 +134,7 @@ def receive_of(
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
         fingerprint=fingerprint_of(request, remote_tokens, blocks) if is_bound else None,
-        fault=refusal,
+        fault=refusal or (_adapter_fault(request, source) if any(local_block_ids) else None),
         secret=source.secret if made_up else None,
         trace_headers=request.trace_headers,
         is_early=early,

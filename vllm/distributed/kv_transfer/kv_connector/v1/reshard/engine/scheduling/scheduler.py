@@ -26,9 +26,11 @@ from ...protocol.messages import Receive, RemoteRequest
 from ...protocol.metadata import encode_replies
 from ...protocol.params import (
     already_requested,
+    bind_adapter,
     is_disaggregated,
     is_early,
     offered_tokens,
+    own_adapter,
     remote_blocks,
     remote_request,
     without_source,
@@ -41,22 +43,22 @@ from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
     OUTPUTS_OUTLIVE_PREEMPTION,
-    PRODUCERS_KEEP_THE_LAST_WINDOW,
+    PREFILLS_STOP_SHORT,
     tokens_in_flight,
 )
 from ..failed_reads import ReadBook
 from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
+from ..weights import Adapters
 from .awaiting import AwaitedRequests
 from .board_updates import BoardUpdates, scheduled_in
 from .first_tokens import open_first_tokens
-from .handovers import Handovers
 from .idling import Idling, may_rest
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
 from .readers import Readers, is_made_up
-from .receives import address_of, believable, fingerprint_of, receive_of
+from .receives import address_of, believable, fingerprint_of, note_adapter, receive_of
 from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
         self._awaited = AwaitedRequests()
         self._offers = OfferBook()
+        self._adapters = Adapters()
         # With drafts, a step's tokens may be rejected: no part of a prompt goes on the board early.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
@@ -139,9 +142,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             vllm_config,
             settings,
             self._stats.record_first_token,
-            prefills_all=not self._prefill_backoff(),
+            prefills_all=not (has_windows or self._num_left_to_decode()),
         )
-        self._handovers = Handovers(self._stats.record_handover)
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -165,12 +167,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
         both_ways = self.is_bidirectional_kv_xfer_enabled
-        self._log_served(self._server.port, reads=transfer_config.is_kv_consumer or both_ways)
+        self._log_served(self._server.port)
         if self._is_ahead and (transfer_config.is_kv_producer or both_ways):
             host = host_for_workers(self.vllm_config.parallel_config, self.side_channel_host)
             self._offers.announce_from(host)
 
-    def _log_served(self, port: int, *, reads: bool) -> None:
+    def _log_served(self, port: int) -> None:
         """Log where other engines ask this one what it is, and what they are told."""
         config, settings = self.vllm_config.parallel_config, self._settings
         sizes = {
@@ -179,7 +181,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             ", PCP %d": config.prefill_context_parallel_size,
         }
         logger.info(
-            "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s%s.%s",
+            "Engine %s answers handshakes at %s:%d: TP %d, PP %d%s, NIXL backend %s.%s",
             quote(self.engine_id),
             quote(self.side_channel_host),
             port,
@@ -187,13 +189,25 @@ class ReshardScheduler(NixlConnectorScheduler):
             config.pipeline_parallel_size,
             one_line("".join(text % size for text, size in sizes.items() if size > 1)),
             one_line(" ".join(settings.backends)),
-            f", {settings.lanes()} lanes" if reads else "",
             _ASK_UCX if "UCX" in settings.backends else "",
         )
 
     def set_kv_cache_manager(self, manager: Any) -> None:
-        """Set the cache manager, which owns the blocks; never called on 0.22.1."""
+        """Set the cache manager, which owns the blocks; never called on 0.22.1.
+
+        vLLM has it remove the blocks outside of the next token's window when a request ends. A
+        reader computes the last tokens of a prompt anew, so that their windows are kept, too; the
+        scheduler of 0.22.1 is patched to do so.
+        """
         self._reads.manager = manager
+        if not window_groups(self.kv_cache_config):
+            return
+        remove, num_anew = manager.remove_skipped_blocks, max(self._num_left_to_decode(), 1)
+
+        def remove_skipped_blocks(*, processed_computed_tokens: int, **others: Any) -> None:
+            remove(processed_computed_tokens=max(processed_computed_tokens - num_anew, 0), **others)
+
+        manager.remove_skipped_blocks = remove_skipped_blocks
 
     def set_block_pool(self, block_pool: BlockPool) -> None:
         """Set the block pool, for the number of free blocks."""
@@ -256,12 +270,13 @@ class ReshardScheduler(NixlConnectorScheduler):
                 is_free = self._readers.claim(remote, request.request_id)
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
+        if request.lora_request is not None:
+            note_adapter(request, self._adapters.identify(request.lora_request))
         super().on_new_request(request)
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
-                self._handovers.begin(request, is_early=is_early(params))
                 named = RemoteRequest(address_of(source), source.remote_request_id)
                 if is_early(params):
                     num_blocks = self._counts.num_blocks(request.num_tokens)
@@ -317,7 +332,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         but not read back: the last answer consists of tokens, and this prompt of embedding rows.
         """
         params = request.kv_transfer_params
-        if already_requested(params):
+        if already_requested(params) or request.skip_reading_prefix_cache:
             return 0, False
         count: int
         if request.prompt_token_ids is not None:
@@ -332,7 +347,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             offered_tokens(params),
             num_computed_tokens,
             request.num_tokens,
-            is_window_whole=PRODUCERS_KEEP_THE_LAST_WINDOW,
         )
         return count, is_async and count > 0
 
@@ -345,20 +359,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         if num_external_tokens:
             self._parking.note_blocks(request.request_id)
 
-    def _prefill_backoff(self) -> int:
-        """Return how many tokens at the end of a prompt the prefill engine does not compute.
-
-        The same as upstream's, but at least 1 if layers have windows: a producer holds the blocks
-        in the next token's window, so that token is left to the decode engine. The scheduler of
-        0.22.1 is patched to hold the blocks of the last token instead, so upstream's number does
-        not apply there.
-        """
-        upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
-        return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
-        self._handovers.advance()
         self._board_updates.compute(scheduled_in(scheduler_output))
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # Further fields are for upstream's worker.
@@ -410,8 +412,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._shortages |= told.shortages
             if self._server is not None:
                 self._server.shortage = next(filter(None, self._shortages.values()), "")
-            self._handovers.hear(told.offered_s)
-            self._handovers.fail((*told.failed, *told.faults))
         self._board_updates.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
@@ -438,9 +438,12 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt a prefill engine computes."""
-        if PRODUCERS_KEEP_THE_LAST_WINDOW:
-            return num_prompt_tokens
-        return int(self._get_remote_prefill_token_count(num_prompt_tokens))
+        num_left = self._num_left_to_decode()
+        return num_prompt_tokens - num_left * (num_prompt_tokens > num_left)
+
+    def _num_left_to_decode(self) -> int:
+        """Return how many tokens at the end of a longer prompt a prefill engine leaves out."""
+        return int(self._prefill_backoff()) if PREFILLS_STOP_SHORT else 0
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
@@ -456,7 +459,6 @@ class ReshardScheduler(NixlConnectorScheduler):
           a preemption can still end the request.
         """
         self.first_tokens.finish(request.request_id)
-        self._handovers.finish(request.request_id)
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
@@ -498,6 +500,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
+            adapter = own_adapter(request.kv_transfer_params)
+            if adapter is not None and request.lora_request is not None:
+                now = self._adapters.identify(request.lora_request).digest
+                if now != adapter:
+                    # Which files computed its blocks cannot be told: they are nobody's.
+                    adapter = f"{quote(adapter)} or {quote(now)}"
+                    bind_adapter(request.kv_transfer_params, adapter)
+                params["remote_adapter"] = adapter
             fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers

@@ -46,8 +46,6 @@ class TokenCounts:
         num_offered: int | None,
         num_computed: int,
         num_tokens: int,
-        *,
-        is_window_whole: bool,
     ) -> int:
         """Return how many tokens behind the locally computed ones are read from another engine.
 
@@ -56,15 +54,13 @@ class TokenCounts:
 
         vLLM recomputes a prompt's last token for its logits. With windows that token is not read:
         if it counted as computed, the blocks that only its own window reaches back to would already
-        be freed. Where the producer does not keep them either, as may be for a turn that adds
-        nothing new, all are computed here.
+        be freed.
 
         Args:
             num_asked: How many would be read if all of them were offered.
             num_offered: How many of the sequence are offered; None if the producer did not say.
             num_computed: How many are computed here.
             num_tokens: How many the request has.
-            is_window_whole: Whether producers keep what the last token's window reaches back to.
         """
         count = num_asked
         if count > 0 and num_offered is not None:
@@ -72,7 +68,7 @@ class TokenCounts:
             if self.state_groups and num_computed + count != num_offered:
                 return 0
         if self.has_windows and 0 < count == num_tokens - num_computed:
-            count = count - 1 if is_window_whole else 0
+            count -= 1
         return count
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
     ReleaseQuorum,
@@ -19,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     holding_of_rank,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 
 SRC = shard_model(ParallelMesh(pp_size=2, tp_size=3), num_layers=4, num_kv_heads=6)
 DST = shard_model(ParallelMesh(pp_size=1, tp_size=2), num_layers=4, num_kv_heads=6)

@@ -16,9 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TypeAlias
 
-from .mesh import MeshRank
-from .reshard import Read, ReshardPlan
-from .shards import Holding, Layer, Shard, TokenShare
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, ReshardPlan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Holding,
+    Layer,
+    Shard,
+    TokenShare,
+)
 
 _Cells: TypeAlias = dict[MeshRank, dict[Layer, list[int]]]
 """The units of each layer on each rank, in the rank's order of storage."""
