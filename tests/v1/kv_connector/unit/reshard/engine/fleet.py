@@ -150,6 +150,14 @@ class Fleet:
         for _ in range(2):
             self.round(_LIMIT_S)
 
+    def reconnect(self) -> None:
+        """Have readers meet the steady engine again whose lane an earlier round has cost.
+
+        Else all requests that wait for that would share what is to be one request's.
+        """
+        if not all(each.is_connected_with(self._steady) for each in self.readers):
+            self.round()
+
     def round(self, patience_s: float = _PATIENCE_S, *, breaks: bool = False) -> Outcome:
         """Have each reader read four requests, two by each name; returns once all is over.
 

@@ -82,6 +82,8 @@ def sweep(
     random, num_raised = Random(SEED), 0
     for site, passed in sorted(sites.items()):
         number = random.randint(1, min(passed, _MOST_IN_A_ROUND))
+        if not breaks:
+            fleet.reconnect()
         with calls.on():
             calls.plant(site, number, fault(site))
             try:

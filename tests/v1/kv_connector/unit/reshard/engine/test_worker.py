@@ -619,7 +619,10 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     progress = Progress(p, d)
     (reader,) = d.workers.values()
     # It was looked up once, and is to be looked up again.
-    wait_until(lambda: any(each.leases.num_looks for each in d.connections), progress.step)
+    wait_until(
+        lambda: any(each.leases.is_busy and not each.leases for each in d.connections),
+        progress.step,
+    )
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(d, received="d-a")

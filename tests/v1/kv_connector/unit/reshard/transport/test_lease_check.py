@@ -114,7 +114,7 @@ class Checks(LeaseChecker):
     @property
     def is_put_off(self) -> bool:
         """Whether all that was looked up is to be looked up again."""
-        return self.num_looks > 0 and not len(self)
+        return self.is_busy and not len(self)
 
 
 def results(checker: Checks, count: int) -> list[Result]:

@@ -154,15 +154,16 @@ class _Engine:
             is_assumed: True if the platform is not here. Then what its weights are quantized to may
                 be unknown to this one; weights are left whole unless the KV cache goes with them.
         """
+        from .connector import reason_for_upstream
+        from .engine.caches.geometry import tokens_of_blocks
+        from .engine.compat import ENGINES_CAN_BE_ASKED, kv_cache_configs
+        from .errors import LocalLayoutError
+
+        assert ENGINES_CAN_BE_ASKED
         from vllm.v1.attention.backends.utils import (
             get_supported_kv_cache_layouts,
             resolve_kv_cache_layout,
         )
-
-        from .connector import reason_for_upstream
-        from .engine.caches.geometry import tokens_of_blocks
-        from .engine.compat import kv_cache_configs
-        from .errors import LocalLayoutError
 
         try:
             stages = [self._make_stage(stage) for stage in range(self._pp_size)]
@@ -262,16 +263,18 @@ class _Engine:
         Raises:
             LocalLayoutError: The connector would refuse to start.
         """
-        from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
-
         from .engine.caches.cache_formats import settings_fingerprint
         from .engine.caches.geometry import layers_of_worker
         from .engine.caches.ownership import refuse_shared_names, shard_of_worker
+        from .engine.compat import ENGINES_CAN_BE_ASKED
         from .memory.cache import RankCache
         from .plan.mesh import MeshRank
         from .plan.shards import share_of_rank
         from .protocol.description import WorkerDescription, encode_worker
         from .protocol.leases import LeaseTableAddress
+
+        assert ENGINES_CAN_BE_ASKED
+        from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 
         parallel, settings = config.parallel_config, settings_fingerprint(config)
         described = []

@@ -57,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
     LeaseChecker,
     LeaseCheckFailure,
     LeaseError,
+    PreparedTable,
     prepare_table,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
@@ -252,9 +253,10 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     worker.answer()
     worker.peers.advance(0.0)
     (connection,) = worker.connections
-    connection.legs, connection.lease_tables = [part], {"p": None}
+    connection.legs, connection.lease_tables = [part], {"p": PreparedTable(None, 64)}
+    connection.leases = LeaseChecker(connection.lane.checks, connection.lane.agent)
     assert worker.poll() == []
-    connection.is_connected = False
+    connection.leases.give_up()
     started[0].drain(part)
     worker.reads.advance(1.0, UNLIMITED)
     assert worker.poll(now_s=1.0) == worker.failed == ["a"]

@@ -247,6 +247,7 @@ def kv_cache_configs(
         specs: The specification of each worker's layers, by name.
         memory_bytes: Memory of each worker for its caches.
     """
+    assert ENGINES_CAN_BE_ASKED
     found: list[KVCacheConfig]
     if _IS_BEFORE_0_33:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs

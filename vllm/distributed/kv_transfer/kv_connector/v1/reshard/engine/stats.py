@@ -141,10 +141,11 @@ _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (TransferError, HandshakeFailure.TRANSFER),
 )
 
-_FAILED_TRANSFERS = {"transfer", "copy", "deadline", "unforeseen"} | (
+_FAILED_TRANSFERS = {
+    *(ReadFailure.TRANSFER, ReadFailure.COPY, ReadFailure.DEADLINE, ReadFailure.UNFORESEEN),
     # Later releases count a handshake that fails, and not the requests that wait for it.
-    set() if UPSTREAM_COUNTS_ALL_FAILURES else {"handshake"}
-)
+    *(() if UPSTREAM_COUNTS_ALL_FAILURES else (ReadFailure.HANDSHAKE,)),
+}
 """What upstream's metrics count as failed transfers. They have counts of their own for leases that
 run out, and none for what upstream's connector does not check."""
 
@@ -239,7 +240,7 @@ class ReshardStats(NixlKVConnectorStats):
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """Record a request that could not be read; among upstream's counts as upstream does."""
-        if failure.value in _FAILED_TRANSFERS:
+        if failure in _FAILED_TRANSFERS:
             self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
 

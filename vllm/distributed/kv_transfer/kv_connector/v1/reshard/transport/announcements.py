@@ -20,7 +20,14 @@ from vllm.logger import init_logger
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import InternalAddress, Receiver, Sender, connect_internally, listen_internally
+from .sockets import (
+    CHECK_ADDRESS,
+    InternalAddress,
+    Receiver,
+    Sender,
+    connect_internally,
+    listen_internally,
+)
 
 logger = init_logger(__name__)
 
@@ -88,8 +95,8 @@ def listen_to(
 def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers hear of what is offered with the next step only, as nothing can be announced to "
-        "them at %s (%s): decode engines may wait for that step. See that this address is this "
-        "machine's, and raise the limit of open files (ulimit -n).",
+        "them at %s (%s): decode engines may wait for that step. %s.",
         quote(host),
         one_line(error),
+        CHECK_ADDRESS,
     )

@@ -20,7 +20,14 @@ from vllm.logger import init_logger
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import InternalAddress, Receiver, Sender, connect_internally, listen_internally
+from .sockets import (
+    CHECK_ADDRESS,
+    InternalAddress,
+    Receiver,
+    Sender,
+    connect_internally,
+    listen_internally,
+)
 
 logger = init_logger(__name__)
 
@@ -114,8 +121,8 @@ def open_ringer(
 def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers cannot wake their scheduler at %s (%s): while it waits for transfers alone, it "
-        "takes a step each millisecond. See that this address is this machine's, and raise the "
-        "limit of open files (ulimit -n).",
+        "takes a step each millisecond. %s.",
         quote(host),
         one_line(error),
+        CHECK_ADDRESS,
     )

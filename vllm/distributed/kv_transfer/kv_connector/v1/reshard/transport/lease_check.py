@@ -155,7 +155,6 @@ class LeaseChecker:
         clock: Monotonic clock, in seconds.
 
     Attributes:
-        num_looks: Number of looks that were answered.
         is_broken: Whether a look has failed, or hangs.
     """
 
@@ -170,7 +169,6 @@ class LeaseChecker:
         self._looks: list[_Look] = []
         self._num_checks = 0
         self._is_given_up = False
-        self.num_looks = 0
         self.is_broken = False
 
     def __len__(self) -> int:
@@ -204,47 +202,26 @@ class LeaseChecker:
         Raises:
             LeaseError: They do not hold it, or cannot be looked up.
         """
+        num_looks = dict.fromkeys(tables, 0)
         self._num_checks += 1
         try:
-            await self._confirm(tasks, remote_request_id, fingerprint, tables, due_at_s)
+            while num_looks:
+                lookups = {
+                    each: self._ask(tasks, each, remote_request_id, due_at_s) for each in num_looks
+                }
+                while not all(each.is_answered for each in lookups.values()):
+                    await suspended()
+                rests_s = [
+                    _judge(table, lookup, fingerprint, num_looks)
+                    for table, lookup in lookups.items()
+                ]
+                look_at_s = min(self._clock() + min(rests_s), due_at_s)
+                while num_looks and self._clock() < look_at_s:
+                    await suspended(look_at_s)
+                if num_looks and self._clock() >= due_at_s:
+                    raise _not_offered(next(iter(num_looks)))
         finally:
             self._num_checks -= 1
-
-    async def _confirm(
-        self,
-        tasks: Tasks,
-        remote_request_id: RequestId,
-        fingerprint: OfferFingerprint,
-        tables: Iterable[PreparedTable],
-        due_at_s: float,
-    ) -> None:
-        num_looks = dict.fromkeys(tables, 0)
-        while num_looks:
-            lookups = {
-                each: self._ask(tasks, each, remote_request_id, due_at_s) for each in num_looks
-            }
-            while not all(each.is_answered for each in lookups.values()):
-                await suspended()
-            rest_s = math.inf
-            for table, lookup in lookups.items():
-                if (held := lookup.held) is None:
-                    raise LeaseError(LeaseCheckFailure.PEER, lookup.fault or "")
-                table_rest_s = _LOOK_AGAIN_S
-                if not held.entered or held.fingerprint is not None:
-                    # Not every transport reads a cache line atomically: part of it may be old.
-                    table_rest_s *= 2 ** num_looks[table]
-                    num_looks[table] += 1
-                    if held.fingerprint == fingerprint:
-                        del num_looks[table]
-                        continue
-                    if num_looks[table] >= _MOST_LOOKS:
-                        raise _refused(held, fingerprint, table)
-                rest_s = min(rest_s, table_rest_s)
-            look_at_s = min(self._clock() + rest_s, due_at_s)
-            while num_looks and self._clock() < look_at_s:
-                await suspended(look_at_s)
-            if num_looks and self._clock() >= due_at_s:
-                raise _not_offered(next(iter(num_looks)))
 
     def advance(self) -> None:
         """Post lookups, and answer those that were looked up.
@@ -264,7 +241,6 @@ class LeaseChecker:
                     lookup.held = look_up(row, lookup.entry.name)
                     lookup.task.wake()
                 self._looks.remove(look)
-                self.num_looks += 1
                 self._buffer.free(self._reads, look.read)
             else:
                 peer = look.read.transfer.peer
@@ -313,6 +289,41 @@ class LeaseChecker:
 
 
 _GIVEN_UP = "its connection was given up before its lease could be looked up"
+
+
+def _judge(
+    table: PreparedTable,
+    lookup: _Lookup,
+    fingerprint: OfferFingerprint,
+    num_looks: dict[PreparedTable, int],
+) -> float:
+    """Judge what a look has found, and take a table that holds the request out of `num_looks`.
+
+    Args:
+        table: The table.
+        lookup: The lookup, which is answered.
+        fingerprint: Fingerprint that the request's entry should have.
+        num_looks: Looks so far that found no entry, or another fingerprint, by table.
+
+    Returns:
+        Seconds until the next look; infinite without one.
+
+    Raises:
+        LeaseError: The table does not hold the request, or could not be looked up.
+    """
+    held = lookup.held
+    if held is None:
+        raise LeaseError(LeaseCheckFailure.PEER, lookup.fault or "")
+    if held.entered and held.fingerprint is None:
+        return _LOOK_AGAIN_S
+    if held.fingerprint == fingerprint:
+        del num_looks[table]
+        return math.inf
+    # Not every transport reads a cache line atomically: part of the entry may be old.
+    num_looks[table] += 1
+    if num_looks[table] >= _MOST_LOOKS:
+        raise _refused(held, fingerprint, table)
+    return _LOOK_AGAIN_S * 2.0 ** (num_looks[table] - 1)
 
 
 def _fail(lookups: Iterable[_Lookup], fault: str) -> None:

@@ -16,6 +16,11 @@ from dataclasses import dataclass, field
 import zmq
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
+CHECK_ADDRESS = (
+    "See that this address is this machine's, and raise the limit of open files (ulimit -n)"
+)
+"""Remedy where an internal socket cannot be opened or connected."""
+
 
 @dataclass(frozen=True, slots=True)
 class InternalAddress:

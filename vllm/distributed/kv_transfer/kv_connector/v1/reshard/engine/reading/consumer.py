@@ -30,9 +30,8 @@ from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import LeaseCheckFailure, LeaseError
 from ...transport.remote import LocalCache
-from ...transport.transfers import Part, PartError, RequestReads, Transfers
+from ...transport.transfers import Part, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable, Turn
 from ..early.watched_requests import Refusal
 from ..metadata import Report
@@ -40,17 +39,11 @@ from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
 from ..traces import trace_of_read
 from .doubt import BlocksInDoubt
-from .incoming import IncomingRequest, ReadError
+from .incoming import IncomingRequest, ReadError, as_read_error
 from .notifier import Notifier
 from .prefetch import FullGroups, Prefetched
 
 logger = init_logger(__name__)
-
-_OF_LEASES = {
-    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
-    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
-    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
-}
 
 _MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
 """Failures after which the producer is not notified: the request held under this id may be another
@@ -189,7 +182,7 @@ class ConsumerSide:
         if request is None and any(receive.local_block_ids):
             request = self._add(request_id, receive, ReadState.PREFETCHING, now_s, now_s)
         if request is not None and request.receive is receive:
-            request.computed = part
+            request.computed = part, connection
             request.task.wake()
             self._tasks.run(now_s)
 
@@ -334,10 +327,6 @@ class ConsumerSide:
         if not tables:
             # Nothing was read.
             return
-        if not connection.is_connected:
-            # Its last parts were copied from the arena after the connection was closed.
-            fault = "its connection was given up before its lease could be looked up"
-            raise ReadError(fault, ReadFailure.TRANSFER)
         self._looking[connection] = None
         assert receive.fingerprint is not None and request.peer is not None
         await connection.leases.confirm(
@@ -369,10 +358,10 @@ class ConsumerSide:
         read once it is offered and none of its prefetch reads is under way.
         """
         while request.is_early:
-            part, request.computed = request.computed, None
-            if part is not None:
+            computed, request.computed = request.computed, None
+            if computed is not None:
                 try:
-                    self._prefetch(request, part)
+                    self._prefetch(request, *computed)
                 except ReshardError as error:
                     # The source may name anything before its offer, which is checked on its own.
                     logger.debug(
@@ -491,11 +480,10 @@ class ConsumerSide:
             for part in self._transfers.cut(leg, blocks.select(leg.leg))
         ]
 
-    def _prefetch(self, request: IncomingRequest, part: Receive) -> None:
+    def _prefetch(
+        self, request: IncomingRequest, part: Receive, connection: PeerConnection
+    ) -> None:
         """Read the computed blocks of a request that can be prefetched and were not read before."""
-        connection = self._peers.get_or_connect(part.source, self._now_s).connection
-        if connection is None:
-            return
         if (prefetched := request.prefetched) is None:
             legs = (each.leg for each in connection.legs)
             groups = FullGroups.of(legs, part.remote_block_ids, self._window_groups)
@@ -528,7 +516,7 @@ class ConsumerSide:
 
     def _fail(self, request: IncomingRequest, error: Exception) -> None:
         """Fail a request, and report that; its unposted parts are dropped. See `_leave`."""
-        failed = _as_read_error(error)
+        failed = as_read_error(error)
         if failed.failure is ReadFailure.UNFORESEEN:
             logger.error(
                 "Request %s fails over an unexpected exception",
@@ -634,19 +622,6 @@ class ConsumerSide:
             waited_for = f"its lease to be looked up at {where}"
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         request.task.cancel(ReadError(reason, ReadFailure.DEADLINE))
-
-
-def _as_read_error(error: Exception) -> ReadError:
-    """Return an exception that has ended a request as the failure that it is counted as."""
-    if isinstance(error, ReadError):
-        return error
-    if isinstance(error, PartError):
-        return ReadError(str(error), ReadFailure.COPY if error.is_local else ReadFailure.TRANSFER)
-    if isinstance(error, LeaseError):
-        return ReadError(str(error), _OF_LEASES[error.failure])
-    if isinstance(error, ReshardError):
-        return ReadError(str(error), ReadFailure.PARAMETERS)
-    return ReadError(repr(error), ReadFailure.UNFORESEEN)
 
 
 def _log_cut_short(request: IncomingRequest) -> None:

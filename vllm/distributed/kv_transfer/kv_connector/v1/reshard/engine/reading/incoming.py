@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that a worker reads, and how logs and traces record its states.
+"""A request that a worker reads, how logs and traces record its states, and why it fails.
 
 All of this belongs to the connector's thread.
 """
@@ -20,7 +20,8 @@ from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState, expect_transition
 from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection
-from ...transport.transfers import RequestReads
+from ...transport.lease_check import LeaseCheckFailure, LeaseError
+from ...transport.transfers import PartError, RequestReads
 from ..connecting.peers import Peer
 from ..stats import ReadFailure
 from ..traces import Trace, what_was_read
@@ -41,6 +42,12 @@ SPANS = {
 }
 """Name of the trace span for each state of a request."""
 
+_OF_LEASES = {
+    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
+    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
+    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
+}
+
 
 class ReadError(ReshardError):
     """A request cannot be read; the message says why.
@@ -53,6 +60,19 @@ class ReadError(ReshardError):
     def __init__(self, reason: str, failure: ReadFailure | None) -> None:
         super().__init__(reason)
         self.failure = failure
+
+
+def as_read_error(error: Exception) -> ReadError:
+    """Return an exception that has ended a request as the failure that it is counted as."""
+    if isinstance(error, ReadError):
+        return error
+    if isinstance(error, PartError):
+        return ReadError(str(error), ReadFailure.COPY if error.is_local else ReadFailure.TRANSFER)
+    if isinstance(error, LeaseError):
+        return ReadError(str(error), _OF_LEASES[error.failure])
+    if isinstance(error, ReshardError):
+        return ReadError(str(error), ReadFailure.PARAMETERS)
+    return ReadError(repr(error), ReadFailure.UNFORESEEN)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,7 +90,8 @@ class IncomingRequest:
         due_at_s: When it fails unless it is received; infinite without a deadline.
         peer: The engine to read from; None before it is connected for this request.
         connection: The connection that it is read with; None before that.
-        computed: A part of it that can be read before it is offered, and was not looked at yet.
+        computed: A part of it that can be read before it is offered, and was not looked at yet;
+            with the connection to read it with.
         prefetched: What was read before it was offered; None for nothing.
         fault: Why its blocks are invalid; None unless it has failed.
         failure: Kind of its failure here; None without one, or if it failed elsewhere.
@@ -91,7 +112,7 @@ class IncomingRequest:
     due_at_s: float = math.inf
     peer: Peer | None = None
     connection: PeerConnection | None = None
-    computed: Receive | None = None
+    computed: tuple[Receive, PeerConnection] | None = None
     prefetched: Prefetched | None = None
     fault: str | None = None
     failure: ReadFailure | None = None
