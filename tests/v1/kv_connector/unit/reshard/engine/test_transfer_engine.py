@@ -53,10 +53,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import (
-    OpenFiles,
-    listeners,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import listeners
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 LEASE_S = 30.0
@@ -102,7 +99,8 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
 
 def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
     """To its scheduler, and in the metrics, when it takes part in a step."""
-    monkeypatch.setattr(limits, "open_files", lambda: OpenFiles(81, 100))
+    monkeypatch.setattr(limits, "count_files", lambda: 81)
+    monkeypatch.setattr(limits, "file_limit", lambda: 100)
     p = engines("prefill")
     (worker,) = p.workers.values()
     p.start(admitted={"p-a"})
@@ -126,11 +124,11 @@ def test_worker_that_none_can_read_from_any_more_ends(engines, role):
     engine = engines("one", role=role)
     (transfer_engine,) = engine.transfer_engines.values()
     with socket.create_server(("127.0.0.1", 0)) as opened:
-        closed = next(each for each in listeners() if each.descriptor == opened.fileno())
-    # A worker that only reads needs none.
-    assert role == "kv_producer" or not transfer_engine.files.needed
-    if role == "kv_producer":
-        transfer_engine.files.needed = frozenset([closed])
+        closed = next(each for each in listeners() if each[0] == opened.fileno())
+        # A worker that only reads needs none.
+        assert bool(transfer_engine.files._needed) == (role == "kv_producer")
+        if role == "kv_producer":
+            transfer_engine.files.need([closed])
     (worker,) = engine.workers.values()
 
     def ends() -> bool:
@@ -138,7 +136,7 @@ def test_worker_that_none_can_read_from_any_more_ends(engines, role):
         try:
             worker.get_finished()
         except ConnectorThreadError as error:
-            assert f"UCX has closed its port {closed.port}" in str(error)
+            assert f"UCX has closed its port {closed[1]}" in str(error)
             return True
         return role == "kv_consumer"
 

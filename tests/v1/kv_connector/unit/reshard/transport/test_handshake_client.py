@@ -373,9 +373,9 @@ class TestConnections:
         """A further engine is not asked, before a library finds none; later it is."""
         with serving() as server, asking() as client:
             with monkeypatch.context() as patch:
-                patch.setattr(handshake_client, "FULL", 0.0)
+                patch.setattr(handshake_client, "shortage", lambda: "81 of 100 files are open")
                 failed = client.request(engine_at(server.port), FACTORS)
-                says = r"not asked \(\d+ of \d+ files are open\): .*ulimit -n"
+                says = r"not asked \(81 of 100 files are open\): .*ulimit -n"
                 with pytest.raises(LocalLimitError, match=says):
                     failed.result(DEADLINE_S)
             assert not server.counters.answered

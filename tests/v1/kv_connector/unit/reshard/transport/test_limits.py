@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -24,9 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits impor
     FULL,
     LOOK_INTERVAL_S,
     FileWatch,
-    OpenFiles,
+    count_files,
     listeners,
-    open_files,
     within_limit,
 )
 
@@ -37,7 +35,8 @@ MANY = 1 << 20
 def counted(monkeypatch) -> list[int]:
     """How many of 100 files are open: the last one counts."""
     counts = [0]
-    monkeypatch.setattr(limits, "open_files", lambda: OpenFiles(counts[-1], 100))
+    monkeypatch.setattr(limits, "count_files", lambda: counts[-1])
+    monkeypatch.setattr(limits, "file_limit", lambda: 100)
     return counts
 
 
@@ -49,19 +48,14 @@ def warnings(monkeypatch) -> list[str]:
     return lines
 
 
-def test_files_are_counted(monkeypatch):
-    """As many more as are opened, also where the system gives no size of the directory."""
-    no_size = SimpleNamespace(stat=lambda: SimpleNamespace(st_size=0), iterdir=limits._OPEN.iterdir)
-    for directory in (limits._OPEN, no_size):
-        monkeypatch.setattr(limits, "_OPEN", directory)
-        with contextlib.ExitStack() as kept:
-            before = open_files()
-            for _ in range(50):
-                kept.callback(os.close, os.dup(0))
-            after = open_files()
+def test_files_are_counted():
+    """As many more as are opened."""
+    with contextlib.ExitStack() as kept:
+        before = count_files()
+        for _ in range(50):
+            kept.callback(os.close, os.dup(0))
         # Other threads may close some of theirs meanwhile.
-        assert after.count >= before.count + 30
-        assert after.limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert count_files() >= before + 30
 
 
 def test_all_files_are_open_where_none_is_left_to_look_with(monkeypatch):
@@ -70,8 +64,8 @@ def test_all_files_are_open_where_none_is_left_to_look_with(monkeypatch):
     def fail() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(limits, "_OPEN", SimpleNamespace(stat=fail))
-    assert open_files().ratio == 1.0
+    monkeypatch.setattr(limits, "_OPEN", SimpleNamespace(iterdir=fail))
+    assert count_files() == limits.file_limit()
 
 
 def test_soft_limit_is_raised_to_the_hard_one():
@@ -104,40 +98,38 @@ def test_bound_stays_within_its_share(most, share, files_each, limit):
 
 
 def test_shortage_is_told_when_it_begins_and_ends(counted, warnings):
-    """Once each, with what is open; and the metric whenever its hundredths change."""
+    """Once each, with what is open; the metric has each count."""
     recorded: list[float] = []
     watch = FileWatch(recorded.append)
     seen = []
     for step, count in enumerate((50, 81, 90, 78, 60, 60)):
         counted.append(count)
-        seen.append((watch.look(step * LOOK_INTERVAL_S), watch.shortage))
-    says = "81 of 100 files are open"
+        seen.append((watch.look(step * LOOK_INTERVAL_S), watch.shortage[:2]))
     assert seen == [
         (False, ""),
-        (True, says),
-        (False, says),
-        (False, says),
+        (True, "81"),
+        (False, "90"),
+        (False, "78"),
         (True, ""),
         (False, ""),
     ]
-    assert recorded == [0.5, 0.81, 0.9, 0.78, 0.6]
+    assert recorded == [0.5, 0.81, 0.9, 0.78, 0.6, 0.6]
     (warning,) = warnings
-    assert warning.startswith(f"{says}, ") and "ulimit -n" in warning
+    assert warning.startswith("81 of 100 files are open, ") and "ulimit -n" in warning
 
 
 def test_socket_that_is_needed_is_missed_once_it_is_closed():
     """Also where its descriptor has become another file's."""
     before = listeners()
     with socket.create_server(("127.0.0.1", 0)) as opened, socket.socket() as other:
-        (needed,) = listeners() - before
-        assert needed.port == opened.getsockname()[1]
+        ((_, port),) = needed = listeners() - before
+        assert port == opened.getsockname()[1]
         watch = FileWatch(lambda _: None)
-        watch.needed = frozenset([needed])
+        watch.need(needed)
         assert not watch.look(0.0)
         os.dup2(other.fileno(), opened.fileno())
-        with pytest.raises(ConnectorThreadError, match=rf"port {needed.port}, .*ulimit -n"):
+        with pytest.raises(ConnectorThreadError, match=rf"port {port}, .*ulimit -n"):
             watch.look(LOOK_INTERVAL_S)
-    assert needed.is_closed
 
 
 _DEAF = """
@@ -145,24 +137,23 @@ import os, resource, socket, time, uuid
 from {agent} import NixlAgent
 from {limits} import FileWatch, listeners
 
+others = listeners()
 agent = NixlAgent(str(uuid.uuid4()), num_threads=0)
 watch = FileWatch(lambda _: None)
-told = agent.metadata()
-watch.needed = frozenset(each for each in listeners() if each.port.to_bytes(2, "big") in told)
-(needed,) = watch.needed
+((descriptor, port),) = opened = listeners() - others
+watch.need(opened)
 watch.look(0.0)
 peer = socket.socket()
 highest = max(map(int, os.listdir("/proc/self/fd")))
 while (last := os.dup(0)) < highest:
     pass
 resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, 4096))
-peer.connect(("127.0.0.1", needed.port))
+peer.connect(("127.0.0.1", port))
 ends_s = time.monotonic() + 60
-while not needed.is_closed and time.monotonic() < ends_s:
-    time.sleep(0.01)
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 try:
-    watch.look(9.0)
+    while time.monotonic() < ends_s:
+        watch.look(time.monotonic())
+        time.sleep(0.01)
 except Exception as error:
     print(error, flush=True)
 os._exit(0)

@@ -53,9 +53,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import listen_to
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import OpenFiles
 
 
 def picture(name: str) -> MultiModalFeatureSpec:
@@ -585,13 +583,6 @@ def test_side_channel_hears_of_workers_that_lack_descriptors():
         )
         seen.append(server.shortage)
     assert seen == ["81", "81", "82", "82", ""]
-
-
-def test_metrics_have_the_share_of_the_schedulers_open_files(monkeypatch):
-    """It is the first process that a flood of connections meets."""
-    owner = scheduler()
-    monkeypatch.setattr(limits, "open_files", lambda: OpenFiles(42, 100))
-    assert owner.take_stats().data["core_open_files"] == [0.42]
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

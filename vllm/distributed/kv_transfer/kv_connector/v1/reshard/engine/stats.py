@@ -178,9 +178,8 @@ class ReshardStats(NixlKVConnectorStats):
         held_blocks            number of blocks held for other engines; the latest value
         blocks_in_doubt        number of blocks of failed requests that may still be written; the
                                latest value
-        open_files, core_open_files
-                               share of the limit of open files that a worker, and the
-                               scheduler's process, have open; the latest value
+        open_files             share of the limit of open files that a worker has open; the latest
+                               value
         first_tokens           1 for each answer that begins with the prefill engine's token
         num_notifications_after_expiry
                                1 for each reader that finished when nothing was held for it any
@@ -265,9 +264,9 @@ class ReshardStats(NixlKVConnectorStats):
         """Record the number of failed requests' blocks that may still be written."""
         self.data["blocks_in_doubt"][:] = [num_blocks]
 
-    def record_open_files(self, ratio: float, *, in_core: bool = False) -> None:
+    def record_open_files(self, ratio: float) -> None:
         """Record how much of its limit of open files this process has used."""
-        self.data["core_open_files" if in_core else "open_files"][:] = [ratio]
+        self.data["open_files"][:] = [ratio]
 
     def take(self) -> ReshardStats:
         """Return the values so far, and reset them."""
@@ -428,11 +427,6 @@ _METRICS = {
         "vllm:nixl_open_files_ratio",
         "Share of a worker's limit of open files that is used; above 0.8 it meets no further "
         "engine.",
-    ),
-    "core_open_files": _Metric(
-        Gauge,
-        "vllm:nixl_core_open_files_ratio",
-        "The same of the process of vLLM's scheduler.",
     ),
     "first_tokens": _Metric(
         Counter,

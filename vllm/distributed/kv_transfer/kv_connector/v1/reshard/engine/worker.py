@@ -108,6 +108,7 @@ class ReshardWorker:
         # The objects below belong to the connector's thread once it has started.
         others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
+        opened = listeners() - others
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
@@ -143,11 +144,7 @@ class ReshardWorker:
             early=early,
         )
         if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
-            # UCX has a port for each thread, too, which nobody is told.
-            metadata = agent.metadata()
-            self._transfer_engine.files.needed = frozenset(
-                each for each in listeners() - others if each.port.to_bytes(2, "big") in metadata
-            )
+            self._transfer_engine.files.need(opened)
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]

@@ -44,7 +44,7 @@ from ..protocol.quoting import one_line, quote
 from ..protocol.trust import TrustedPeers, is_own
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
-from .limits import FULL, open_files, within_limit
+from .limits import shortage, within_limit
 from .probe import MAX_AT_ONCE, MetadataProbe
 from .resolver import Resolver
 from .zmtp import (
@@ -267,8 +267,8 @@ class HandshakeClient:
             try:
                 if len(self._pending) >= MAX_PENDING:
                     raise RuntimeError(f"{MAX_PENDING} other engines are being asked")
-                if (files := open_files()).ratio > FULL:
-                    raise RuntimeError(str(files))
+                if why := shortage():
+                    raise RuntimeError(why)
                 loop = self._loop or self._start()
                 shaking = self._shake_hands(handshake, deadline_s)
                 future = asyncio.run_coroutine_threadsafe(shaking, loop)

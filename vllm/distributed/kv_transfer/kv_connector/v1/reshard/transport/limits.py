@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import psutil
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
@@ -37,50 +36,15 @@ _MOST_FILES = 1 << 16
 LOOK_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFiles:
-    """Open files of this process.
-
-    Attributes:
-        count: How many there are.
-        limit: How many there may be.
-    """
-
-    count: int
-    limit: int
-
-    @property
-    def ratio(self) -> float:
-        """Share of the limit."""
-        return self.count / self.limit
-
-    def __str__(self) -> str:
-        return f"{self.count} of {self.limit} files are open"
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_FILES)), hard))
 
 
 def file_limit() -> int:
     """Return how many files this process may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft > 0 else _MOST_FILES
-
-
-def open_files() -> OpenFiles:
-    """Count this process's open files."""
-    try:
-        # Linux before 6.2 does not tell the number as the size.
-        count = _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
-    except OSError:
-        # None is left to look with.
-        count = file_limit()
-    return OpenFiles(count, file_limit())
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, _MOST_FILES) if hard > 0 else _MOST_FILES
-    if 0 < soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def within_limit(most: int, share: float, files_each: int) -> int:
@@ -94,64 +58,48 @@ def within_limit(most: int, share: float, files_each: int) -> int:
     return max(1, min(most, int(share * file_limit() / files_each)))
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A listening TCP socket of this process.
-
-    Attributes:
-        descriptor: Its file descriptor.
-        inode: What tells it from another file under that descriptor.
-        port: Where it listens.
-    """
-
-    descriptor: int
-    inode: int
-    port: int
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the descriptor is closed, or has become another file's."""
-        try:
-            return os.fstat(self.descriptor).st_ino != self.inode
-        except OSError:
-            return True
+def count_files() -> int:
+    """Count this process's open files; returns the limit where none is left to look with."""
+    try:
+        return sum(1 for _ in _OPEN.iterdir())
+    except OSError:
+        return file_limit()
 
 
-def listeners() -> set[Listener]:
-    """Return the TCP sockets that this process listens on, those of libraries included."""
-    found = set()
-    for descriptor in [int(each.name) for each in _OPEN.iterdir()]:
-        try:
-            opened = socket.socket(fileno=descriptor)
-        except OSError:
-            # It is no socket, or has been closed meanwhile.
-            continue
-        is_tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
-        if is_tcp and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            inode = os.fstat(descriptor).st_ino
-            found.add(Listener(descriptor, inode, opened.getsockname()[1]))
-        # It is not ours to close.
-        opened.detach()
-    return found
+def shortage(share: float = FULL) -> str:
+    """Return why no further engine is met; empty while no more than a share of files is open."""
+    count, limit = count_files(), file_limit()
+    return f"{count} of {limit} files are open" if count > share * limit else ""
+
+
+def listeners() -> set[tuple[int, int]]:
+    """Return file descriptor and port of this process's TCP listeners, those of libraries too."""
+    return {
+        (each.fd, each.laddr.port)
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 class FileWatch:
     """Looks now and then whether this process's files run out. Belongs to one thread.
 
     Args:
-        record: Called with the share of the limit, in hundredths, when it has changed.
+        record: Called with the share of the limit that is used.
 
     Attributes:
         shortage: Why no further engine is met; empty while any is.
-        needed: Sockets without which this process is of no use.
     """
 
     def __init__(self, record: Callable[[float], object]) -> None:
         self.shortage = ""
-        self.needed: frozenset[Listener] = frozenset()
+        self._needed: list[tuple[int, int, int | None]] = []
         self._record = record
-        self._ratio = 0.0
         self._due_s = 0.0
+
+    def need(self, needed: Iterable[tuple[int, int]]) -> None:
+        """Have `look` fail once one of some `listeners` has been closed."""
+        self._needed = [(descriptor, port, _inode(descriptor)) for descriptor, port in needed]
 
     def look(self, now_s: float) -> bool:
         """Count, if that is due; return whether a shortage has begun or ended.
@@ -162,25 +110,28 @@ class FileWatch:
         if now_s < self._due_s:
             return False
         self._due_s = now_s + LOOK_INTERVAL_S
-        files = open_files()
-        if (lost := next((each for each in self.needed if each.is_closed), None)) is not None:
-            raise ConnectorThreadError(
-                f"UCX has closed its port {lost.port:d}, as it does where file descriptors run out "
-                f"({files}), and no further engine could read from this one: raise the limit "
-                "(ulimit -n), and restart this engine"
-            )
-        if (ratio := round(files.ratio, 2)) != self._ratio:
-            self._ratio = ratio
-            self._record(ratio)
-        is_short = files.ratio > (_FREE_AGAIN if self.shortage else FULL)
-        if is_short == bool(self.shortage):
-            return False
-        self.shortage = str(files) if is_short else ""
-        if is_short:
+        for descriptor, port, inode in self._needed:
+            if _inode(descriptor) != inode:
+                raise ConnectorThreadError(
+                    f"UCX has closed its port {port:d}, as it does where file descriptors run out "
+                    f"(the limit is {file_limit()}), and no further engine could read from this "
+                    "one: raise the limit (ulimit -n), and restart this engine"
+                )
+        self._record(round(count_files() / file_limit(), 2))
+        before, self.shortage = self.shortage, shortage(_FREE_AGAIN if self.shortage else FULL)
+        if self.shortage and not before:
             logger.warning(
                 "%s, so that no further engine is met: raise this process's limit (ulimit -n), "
                 "and see what holds them (ls -l /proc/%d/fd).",
-                files,
+                self.shortage,
                 os.getpid(),
             )
-        return True
+        return bool(self.shortage) != bool(before)
+
+
+def _inode(descriptor: int) -> int | None:
+    """Return what tells a file from another one under its descriptor; None if it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None

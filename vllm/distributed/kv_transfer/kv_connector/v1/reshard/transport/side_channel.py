@@ -49,7 +49,7 @@ from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
-from .limits import FULL, open_files, within_limit
+from .limits import within_limit
 from .zmtp import Allowance, first_of, relay_all
 
 logger = init_logger(__name__)
@@ -339,12 +339,12 @@ class HandshakeServer:
         verb, _, _ = request.verb.partition(b" ")
         theirs = read_verb(verb)
         version = None if theirs is None else SPOKEN.agreed(theirs)
-        if version is not None and (shortage := self._shortage()):
+        if version is not None and self.shortage:
             self._count(refused=1)
             return [
                 encode_refusal(
-                    f"no further engine can be served, as {shortage} there: raise that engine's "
-                    "limit (ulimit -n), or have fewer engines read from it"
+                    f"no further engine can be served, as {self.shortage} there: raise that "
+                    "engine's limit (ulimit -n), or have fewer engines read from it"
                 )
             ]
         if version is not None:
@@ -365,10 +365,6 @@ class HandshakeServer:
             "it in common",
         )
         return [encode_refusal(f"request {name} is unknown, {SPOKEN} is not")]
-
-    def _shortage(self) -> str:
-        """Return why no further engine can be served; empty if it can."""
-        return self.shortage or (str(files) if (files := open_files()).ratio > FULL else "")
 
     def _count(self, **more: int) -> None:
         counters = self._counters

@@ -38,7 +38,7 @@ from ...protocol.params import (
 )
 from ...protocol.quoting import one_line, quote
 from ...protocol.trust import without_brackets
-from ...transport.limits import FileWatch, raise_file_limit
+from ...transport.limits import raise_file_limit
 from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
@@ -132,7 +132,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._readers = Readers()
         self._stats = ReshardStats()
         raise_file_limit()
-        self._files = FileWatch(partial(self._stats.record_open_files, in_core=True))
         self._shortages: dict[str, str] = {}
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
@@ -422,7 +421,6 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def take_stats(self) -> ReshardStats | None:
         """Return the scheduler's statistics since the last call; None if there are none."""
-        self._files.look(time.monotonic())
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
