@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit of open files: counted, raised, shared out, and watched."""
+"""Limits of the machine: counted, raised, shared out, watched, and asked before they are met."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    ConnectorThreadError,
+    LocalLayoutError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import (
@@ -25,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits impor
     FileWatch,
     count_files,
     listeners,
+    require_room,
     within_limit,
 )
 
@@ -95,6 +100,52 @@ def test_bound_stays_within_its_share(most, share, files_each, limit):
     assert 1 <= bound <= most
     assert bound == 1 or bound * files_each <= share * limit
     assert bound == most or (bound + 1) * files_each > share * limit * (1 - 1e-9)
+
+
+def test_no_agent_is_made_without_files(counted):
+    """NIXL may wait for ever where it finds none in the middle."""
+    counted.append(60)
+    with pytest.raises(LocalLayoutError, match=r"60 of 100 files .* 50 more: .*ulimit -n"):
+        require_room(4)
+    require_room(3)
+
+
+def test_no_agent_is_made_without_threads(monkeypatch):
+    """UCX ends the process there; those that were tried are gone again, however it ends."""
+    before, start = threading.active_count(), threading.Thread.start
+    left = [7]
+
+    def start_one(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(LocalLayoutError, match=r"7 more threads .* needs 8: .*ulimit -u"):
+        require_room(4)
+    left[0] = 8
+    require_room(4)
+    assert threading.active_count() == before
+
+
+def test_no_agent_is_made_without_ports(monkeypatch):
+    """NIXL waits for ever where it finds none for one of its threads."""
+    with contextlib.ExitStack() as kept:
+        first = kept.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{first}-{first}")
+        says = rf"UCX_TCP_PORT_RANGE {first}-{first} has 0 free ports, .* needs 5: widen"
+        with pytest.raises(LocalLayoutError, match=says):
+            NixlAgent("one")
+        # No port of UCX's is needed.
+        monkeypatch.setenv("UCX_TLS", "rc")
+        require_room(4)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    require_room(0)
+    for span in ("0", "1024-65535", "auto"):
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", span)
+        require_room(4)
 
 
 def test_shortage_is_told_when_it_begins_and_ends(counted, warnings):

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's limit of open files, looked at before another engine costs any.
+"""Limits of the machine, looked at before something is begun that would meet them.
 
 Where descriptors run out in a library's background, nobody hears of it: UCX closes its listening
 socket for good when `accept` finds none (1.23), and the worker is deaf to new readers while all
 looks well. So what other hosts can have this process open is bounded by shares of its limit, and
-no further engine is met while most of them are open.
+no further engine is met while most of them are open. Where threads, ports or descriptors run out
+while an agent is made, NIXL waits for ever, or has UCX end the process (1.5.1).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
+import socket
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from vllm.logger import init_logger
 
-from ..errors import ConnectorThreadError
+from ..errors import ConnectorThreadError, LocalLayoutError
+from ..protocol.quoting import quote
 
 logger = init_logger(__name__)
 
@@ -31,6 +37,11 @@ _FREE_AGAIN = 0.75
 
 _MOST_FILES = 1 << 16
 """A soft limit is raised to the hard one, but not beyond this: some programs close as many."""
+
+_FILES_PER_THREAD = 10
+_OTHER_THREADS = 3
+"""What an agent takes beside a thread and a port for each of its UCX workers, of which it has one
+more than `num_threads` (nixl 1.5.1 over TCP)."""
 
 #: interval open files: they are counted again.
 LOOK_INTERVAL_S = 1.0
@@ -70,6 +81,66 @@ def shortage(share: float = FULL) -> str:
     """Return why no further engine is met; empty while no more than a share of files is open."""
     count, limit = count_files(), file_limit()
     return f"{count} of {limit} files are open" if count > share * limit else ""
+
+
+def require_room(num_threads: int) -> None:
+    """Make sure that there is room for a NIXL agent.
+
+    Args:
+        num_threads: Threads of its UCX backend.
+
+    Raises:
+        LocalLayoutError: Files, threads or ports are too few.
+    """
+    num_workers = num_threads + 1
+    count, limit, wanted = count_files(), file_limit(), _FILES_PER_THREAD * num_workers
+    if count + wanted > limit:
+        raise LocalLayoutError(
+            f"{count} of {limit} files are open, and NIXL needs {wanted} more: raise the limit "
+            "(ulimit -n), or lower num_threads"
+        )
+    ended = threading.Event()
+    trials: list[threading.Thread] = []
+    try:
+        for _ in range(num_workers + _OTHER_THREADS):
+            trial = threading.Thread(target=ended.wait, daemon=True)
+            trial.start()
+            trials.append(trial)
+    except RuntimeError:
+        raise LocalLayoutError(
+            f"{len(trials)} more threads can be started, and NIXL needs "
+            f"{num_workers + _OTHER_THREADS}: raise the limits of threads (ulimit -u, and pids.max "
+            "of the container), or lower num_threads"
+        ) from None
+    finally:
+        ended.set()
+        for trial in trials:
+            trial.join()
+    span = os.environ.get("UCX_TCP_PORT_RANGE", "")
+    ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", span)
+    if ends is None or "tcp" not in os.environ.get("UCX_TLS", "tcp"):
+        return
+    free = _count_free(range(int(ends[1]), int(ends[2]) + 1), num_workers)
+    if free < num_workers:
+        raise LocalLayoutError(
+            f"UCX_TCP_PORT_RANGE {quote(span)} has {free} free ports, and NIXL needs "
+            f"{num_workers}: widen it (each agent of each engine on this machine takes as many), "
+            "or lower num_threads"
+        )
+
+
+def _count_free(ports: Iterable[int], most: int) -> int:
+    """Count ports that nobody listens at, up to a number."""
+    free = 0
+    for port in ports:
+        with socket.socket() as trial, suppress(OSError, OverflowError):
+            # Connections that have ended are in nobody's way.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("", port))
+            free += 1
+        if free == most:
+            break
+    return free
 
 
 def listeners() -> set[tuple[int, int]]:

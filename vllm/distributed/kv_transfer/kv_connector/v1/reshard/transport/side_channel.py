@@ -29,6 +29,7 @@ counted.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -130,6 +131,7 @@ class _Complaint(Enum):
     FAILURE = auto()
     KEY = auto()
     BREAKDOWN = auto()
+    LIMIT = auto()
 
 
 class HandshakeServer:
@@ -182,7 +184,7 @@ class HandshakeServer:
         """Start listening; does nothing if the server has already started.
 
         Raises:
-            LocalChannelError: The address cannot be bound.
+            LocalChannelError: The address cannot be bound, or there is no thread.
         """
         with self._lock:
             if self._started is not None:
@@ -197,10 +199,13 @@ class HandshakeServer:
             )
             try:
                 thread.start()
-            except BaseException:
+            except RuntimeError as error:
                 listener.close()
                 loop.close()
-                raise
+                raise LocalChannelError(
+                    f"the side channel has no thread ({one_line(error)}): raise the limits of "
+                    "threads (ulimit -u, and pids.max of the container)"
+                ) from None
             self._started = _Started(thread, loop, stopping)
 
     def close(self) -> None:
@@ -289,7 +294,8 @@ class HandshakeServer:
                 work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
             most = within_limit(MAX_CONNECTIONS, 1 / 4, _FILES_PER_CONNECTION)
             limits = _ALLOWANCE, most, MAX_AGE_S
-            work.append(relay_all(listener, router, *limits, self._count_stranger))
+            heard = self._count_stranger, self._tell_limit
+            work.append(relay_all(listener, router, *limits, *heard))
             await first_of(*work)
         finally:
             context.destroy(linger=0)
@@ -311,6 +317,14 @@ class HandshakeServer:
         self._count(dropped=1)
         remedy = "harmless from a port scan or a health check; let only engines reach this port"
         self._complain(_Complaint.STRANGER, f"no engine has asked ({one_line(what)}): {remedy}")
+
+    def _tell_limit(self, error: OSError) -> None:
+        """Log why other engines are not accepted."""
+        self._complain(
+            _Complaint.LIMIT,
+            f"no engine is answered ({one_line(error)}): raise the limit of open files of this "
+            f"process (ulimit -n), and see what holds them (ls -l /proc/{os.getpid():d}/fd)",
+        )
 
     async def _answer_all(self, router: zmq.asyncio.Socket) -> NoReturn:
         """Receive messages, and answer those that are requests.
