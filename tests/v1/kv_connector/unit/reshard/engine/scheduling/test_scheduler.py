@@ -164,6 +164,16 @@ def serve(owner: ReshardScheduler) -> None:
     owner.serve_handshake({(0, number): each for number, each in enumerate(described)})
 
 
+def test_engine_that_wakes_up_goes_on_answering():
+    """0.33 hands over its workers' metadata again then: the port is this engine's own already."""
+    owner = scheduler()
+    serve(owner)
+    server = owner._server
+    serve(owner)
+    assert owner._server is server
+    owner.shutdown()
+
+
 def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
     """A request that the scheduler has been told of."""
     new = request(params, num_prompt_tokens)

@@ -21,8 +21,7 @@ from typing import Protocol
 from vllm.logger import init_logger
 
 from ..protocol.board import BoardUpdate
-from ..protocol.ids import RequestId
-from ..protocol.messages import Announcement, RemoteEngineAddress
+from ..protocol.messages import Announcement
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
@@ -157,11 +156,7 @@ class TransferEngine:
         if self._early is not None:
             self._advance_early(self._early, now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
-            try:
-                self._renew(address, request_ids, now_s)
-            except Exception:
-                # The next renewal comes before the lease expires.
-                logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
+            self.consumer.renew(address, request_ids)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         for connection in taken_once_done(self.peers.broken):
@@ -191,8 +186,8 @@ class TransferEngine:
         Call it after each poll's report, so that the engine need not wait for it.
         """
         # Before closing connections, over which the notifications are sent.
-        self._notifier.flush()
-        self._notifier.advance(now_s)
+        for connection, receives in self._notifier.flush().items():
+            self.consumer.release_again(connection, receives, now_s)
         for connection in self.peers.take_drained():
             try:
                 connection.close()
@@ -220,11 +215,6 @@ class TransferEngine:
         is_looking = self._early is not None and self._early.is_looking
         return bool(self._incoming or self._has_ended or is_looking or self.consumer.is_moving)
 
-    @property
-    def is_talking(self) -> bool:
-        """True while notifications on their way need a poll now and then to make progress."""
-        return self._notifier.is_talking
-
     def next_due_s(self, now_s: float) -> float | None:
         """Return when the next poll is due if nothing happens before; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
@@ -235,6 +225,10 @@ class TransferEngine:
         if self.transfers.is_lingering:
             due_s.append(now_s + _LINGER_S)
         return min(due_s) if min(due_s) < math.inf else None
+
+    def drain(self, now_s: float) -> bool:
+        """Advance the reads under way, and begin none; return whether there are any."""
+        return not self._closed and self.consumer.drain(now_s)
 
     def close(self, now_s: float) -> None:
         """Close everything; no read can write into local memory after this."""
@@ -329,17 +323,6 @@ class TransferEngine:
         for refusal in taken_once_done(early.refused):
             self.consumer.refuse(refusal, now_s)
         self._report.news.add(early.take_news())
-
-    def _renew(
-        self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
-    ) -> None:
-        """Renew leases at an engine; if it is not connected, connect it for the next renewal."""
-        peer = self.peers.get_or_connect(address, now_s)
-        if peer.connection is None or self._notifier.renew(request_ids, peer.connection):
-            return
-        # It may have broken while it was idle. Waiting requests use the next connection.
-        logger.info("The connection with engine %s is broken.", quote(address.engine_id))
-        self.peers.break_off(peer.connection, now_s)
 
 
 def _may_begin(incoming: Incoming) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from vllm.platforms import current_platform
 
+from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..plan.shards import Shard
 from ..protocol.board import Board
@@ -212,6 +213,17 @@ class ReshardWorker:
             client.prepare(description.agent_metadata)
         self.handshake = ReshardHandshakeMetadata(self._factors, encode_worker(description))
         self._thread.start()
+
+    def unregister_kv_caches(self) -> None:
+        """Refuse that their memory is taken away: 0.33 calls this before an engine sleeps.
+
+        Raises:
+            LocalLayoutError: Always.
+        """
+        raise LocalLayoutError(
+            "/sleep and /release_kv_cache_memory take the KV cache's memory away while other "
+            "engines may read it: start the engine with --enable-sleep-mode, or use /pause"
+        )
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over the scheduler's metadata of this step, without blocking."""

@@ -149,12 +149,17 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """Answer other engines' handshakes with the descriptions of all workers.
 
+        Later bases call this again when an engine wakes up. Its caches are where they were, as it
+        does not take their memory away, and it goes on answering.
+
         Args:
             metadata: Handshakes of the workers, by (pp_rank, tp_rank).
 
         Raises:
             LocalChannelError: The side channel's port cannot be used.
         """
+        if self._server is not None:
+            return
         handshakes: dict[tuple[int, int], ReshardHandshakeMetadata] = {}
         for rank, handshake in metadata.items():
             assert isinstance(handshake, ReshardHandshakeMetadata)
@@ -424,8 +429,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step even without requests, to free blocks."""
-        return self._reads.num_taken_blocks > 0
+        """Return whether the engine must step even if it has nothing to compute, or is paused.
+
+        Then to free blocks, or to tell workers whose leases they renew from now on.
+        """
+        return self._reads.num_taken_blocks > 0 or self._awaited.has_untold
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
         """Return what to read for a request, and stop parking it."""
