@@ -579,6 +579,22 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     assert not owner.has_pending_push_work() and sorted(given_back) == ["first", "second"]
 
 
+def test_side_channel_hears_of_workers_that_lack_descriptors():
+    """It refuses further engines until all of them have some again."""
+    owner = scheduler()
+    owner._server = server = SimpleNamespace(shortage="")
+    seen = []
+    for shortages in ({"a": "81"}, {"b": "82"}, {"a": ""}, {}, {"b": ""}):
+        news = WorkerNews(shortages=shortages)
+        owner.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=news, finished_sending=None, finished_recving=None
+            )
+        )
+        seen.append(server.shortage)
+    assert seen == ["81", "81", "82", "82", ""]
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_engine_that_nobody_names_says_so_once(role, caplog_vllm):
     """A router that passes nothing on looks well: all is computed at the decode engine."""

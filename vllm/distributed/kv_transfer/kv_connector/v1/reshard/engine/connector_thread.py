@@ -201,6 +201,8 @@ class ConnectorThread:
                 try:
                     self._poll_once()
                     num_faults = 0
+                except ConnectorThreadError:
+                    raise
                 except Exception:
                     # An unforeseen exception must end neither the engine nor other requests.
                     num_faults += 1

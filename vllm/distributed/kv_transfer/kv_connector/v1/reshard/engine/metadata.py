@@ -117,6 +117,8 @@ class WorkerNews(KVConnectorWorkerMetadata):
         may_have_blocks: Requests of `early` that may have blocks.
         faults: Requests of `early` that will not be read, each with the reason.
         first_tokens: First tokens that came with the offers of some requests of `early`.
+        shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
+            can.
     """
 
     failed: set[RequestId] = field(default_factory=set)
@@ -124,6 +126,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     may_have_blocks: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
+    shortages: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -135,6 +138,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         self.may_have_blocks |= other.may_have_blocks
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
+        self.shortages |= other.shortages
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Return two workers' reports in one."""

@@ -26,6 +26,7 @@ from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.lane import Lane
+from ..transport.limits import FileWatch
 from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
 from .early.requests import EarlyRequests
@@ -90,6 +91,9 @@ class TransferEngine:
         stats: Its metrics.
         budget: Makes a budget for posting or polling, which begins when it is called.
         early: The requests that are not offered yet; None without early dispatch.
+
+    Attributes:
+        files: Watch on what this process has open.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class TransferEngine:
         self._stats = stats
         self._budget = budget
         self._early = early
+        self.files = FileWatch(stats.record_open_files)
         # Input that was not applied yet, in order.
         self._incoming: deque[Incoming] = deque()
         # Whether the engine has requested a report.
@@ -161,6 +166,8 @@ class TransferEngine:
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
+            if self.files.look(now_s):
+                report.news.shortages[self.agent.name] = self.files.shortage
         # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()

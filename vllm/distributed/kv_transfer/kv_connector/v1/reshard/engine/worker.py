@@ -34,6 +34,7 @@ from ..transport.cpu import compute_alone, parents_cores
 from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
+from ..transport.limits import listeners, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -91,6 +92,7 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        raise_file_limit()
         # Whether this worker reads from other engines.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
@@ -105,7 +107,9 @@ class ReshardWorker:
         self._cores = parents_cores() if self._on_cpu else None
         self._device = CacheDevice(on_cpu=self._on_cpu)
         # The objects below belong to the connector's thread once it has started.
+        others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
+        opened = listeners() - others
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
@@ -140,6 +144,8 @@ class ReshardWorker:
             stats,
             early=early,
         )
+        if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
+            self._transfer_engine.files.need(opened)
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]

@@ -11,6 +11,7 @@ authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
 doorbell                    how workers wake a scheduler that takes no steps
 sockets                     how one listens, and what the two above send and receive with
+limits                      of open files, threads and ports, and other hosts' shares of them
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
 connection, remote          a connection with an engine over a lane, and what is read over it

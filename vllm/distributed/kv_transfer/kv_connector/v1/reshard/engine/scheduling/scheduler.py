@@ -38,6 +38,7 @@ from ...protocol.params import (
 )
 from ...protocol.quoting import one_line, quote
 from ...protocol.trust import without_brackets
+from ...transport.limits import raise_file_limit
 from ...transport.side_channel import HandshakeServer
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
@@ -130,6 +131,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
         self._stats = ReshardStats()
+        raise_file_limit()
+        self._shortages: dict[str, str] = {}
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
         self._reads = ReadBook(self._stats.record_blocks_in_doubt)
@@ -410,6 +413,9 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self._stop_heartbeat(request_id)
             self._parking.hear(told.begun, told.may_have_blocks, told.faults)
             self.first_tokens.hear(told.first_tokens)
+            self._shortages |= told.shortages
+            if self._server is not None:
+                self._server.shortage = next(filter(None, self._shortages.values()), "")
         self._board_updates.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
