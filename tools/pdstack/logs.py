@@ -21,7 +21,7 @@ _ERROR_LINE = re.compile(
     r"\b(ERROR|CRITICAL|fatal|panicked)\b|\b[Ee]rror:|[Aa]ddress already in use"
 )
 
-# What each process says as it ends that has loaded Triton: longer than a tail, of no use to anybody.
+# What a process that has loaded Triton says as it ends: longer than a tail, of use to nobody.
 _LEAKS = re.compile(r"^(nanobind: | - (leaked |\.\.\. skipped )|See https://nanobind\.)")
 
 _PHASES: tuple[tuple[str, str], ...] = (
