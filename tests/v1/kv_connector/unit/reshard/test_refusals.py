@@ -155,6 +155,13 @@ REFUSALS = [
         )
     ),
     Refusal(
+        "side_channel.HandshakeServer.start",
+        "the side channel has no thread",
+        HAS_IT_NOT,
+        "its listener is a thread, too",
+        "transport/test_side_channel.py::test_thread_that_does_not_start",
+    ),
+    Refusal(
         "worker.ReshardWorker.unregister_kv_caches",
         "take the KV cache's memory away while other engines may read it",
         HAS_IT_NOT,
