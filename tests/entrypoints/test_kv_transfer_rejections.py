@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that vLLM's API refuses, through its own handler and its own protocol."""
+"""Bodies that vLLM's API refuses, or that ask for what nobody reads, through its own front end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.bases import requires_base
@@ -29,14 +31,18 @@ except ImportError:  # 0.22.1
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 PASSED = {"prompt": "a", "kv_transfer_params": PARAMS}
+PREPARES = requires_base("0.32.0", "0.33.0", reason="it has no patch for it")
 REFUSED = {**PASSED, "stream_options": {"include_usage": True}}
 
 
 class EngineClient:
     """What the handler needs of vLLM's: the names and parameters that it was told of."""
 
-    def __init__(self, *, connector: bool = True, fails: bool = False) -> None:
-        self.vllm_config = SimpleNamespace(kv_transfer_config=object() if connector else None)
+    def __init__(
+        self, *, connector: bool = True, fails: bool = False, extra: dict | None = None
+    ) -> None:
+        config = SimpleNamespace(kv_connector_extra_config=extra or {})
+        self.vllm_config = SimpleNamespace(kv_transfer_config=config if connector else None)
         self.told: list[tuple[str, dict]] = []
         self._fails = fails
 
@@ -99,23 +105,79 @@ def test_engine_without_a_connector_is_told_nothing(client):
     assert client is None or client.told == []
 
 
-@requires_base("0.32.0", "0.33.0", reason="it has no patch for it")
+def serve(client: EngineClient, body: Any) -> list[list[dict]]:
+    """Serve a request as vLLM's front end does; returns what was told of before it was served."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    served: list[list[dict]] = []
+    server = SimpleNamespace(has_kv_connector=True, engine_client=client)
+
+    async def answer() -> None:
+        served.append([params for _, params in client.told])
+
+    serving = GenerateBaseServing._with_kv_transfer_rejection_cleanup
+    asyncio.run(serving(server, answer(), body, None))
+    return served
+
+
+@PREPARES
 @pytest.mark.parametrize("search", [True, False])
 def test_connector_is_told_of_beam_search(search):
     """Its requests have no parameters; what the body named is given up before they are served."""
-    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-
-    client, served = EngineClient(), []
-    body = CompletionRequest(**PASSED, use_beam_search=search)
-    server = SimpleNamespace(has_kv_connector=True, engine_client=client)
-
-    async def serve() -> None:
-        served.append(list(client.told))
-
-    serving = GenerateBaseServing._with_kv_transfer_rejection_cleanup
-    asyncio.run(serving(server, serve(), body, None))
-    assert [[params for _, params in told] for told in served] == [[PARAMS] * search]
+    client = EngineClient()
+    told = serve(client, CompletionRequest(**PASSED, use_beam_search=search))
+    assert told == [[PARAMS] * search]
     assert len(client.told) == search
+
+
+@PREPARES
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({"prompt": "a", "n": 3}, ("a", None)),
+        ({"prompt": ["a", "b"]}, (["a"], None)),
+        ({"prompt": [7, 8]}, ([7, 8], None)),
+        ({"prompt": [[7, 8], [9]], "n": 2}, ([[7, 8]], None)),
+        ({"prompt": [], "prompt_embeds": ["YQ==", "Yg=="]}, (None, [b"YQ=="])),
+        ({"prompt": "a", "prompt_embeds": "YQ=="}, (None, b"YQ==")),
+        ({"prompt": [], "n": 2}, ([], None)),
+    ],
+)
+def test_prefill_makes_the_one_answer_that_it_names(asked, left):
+    """The first prompt's: the other answers and prompts would be held for nobody."""
+    body = CompletionRequest(**asked, kv_transfer_params={"do_remote_decode": True})
+    serve(EngineClient(), body)
+    assert (body.prompt, body.prompt_embeds, body.n) == (*left, 1)
+
+
+@PREPARES
+def test_prefill_of_a_chat_makes_one_answer():
+    """Chats have no lists of prompts."""
+    message = {"role": "user", "content": "a"}
+    params = {"do_remote_decode": True}
+    body = ChatCompletionRequest(messages=[message], n=3, kv_transfer_params=params)
+    serve(EngineClient(), body)
+    assert body.n == 1
+
+
+@PREPARES
+@pytest.mark.parametrize(
+    ("params", "extra"),
+    [
+        (PARAMS, {}),
+        ({}, {}),
+        ({"do_remote_decode": True}, {"early_dispatch": True}),
+        (
+            {"do_remote_decode": True},
+            {"connectors": [{}, {"kv_connector_extra_config": {"early_dispatch": True}}]},
+        ),
+    ],
+)
+def test_other_requests_are_served_as_they_are(params, extra):
+    """At decode, without parameters, and where answers are found by their place."""
+    body = CompletionRequest(prompt=["a", "b"], n=3, kv_transfer_params=params)
+    serve(EngineClient(extra=extra), body)
+    assert (body.prompt, body.n) == (["a", "b"], 3)
 
 
 def test_parameters_that_cannot_be_told_cost_no_answer(caplog_vllm):

@@ -21,6 +21,9 @@ _ERROR_LINE = re.compile(
     r"\b(ERROR|CRITICAL|fatal|panicked)\b|\b[Ee]rror:|[Aa]ddress already in use"
 )
 
+# What a process that has loaded Triton says as it ends: longer than a tail, of use to nobody.
+_LEAKS = re.compile(r"^(nanobind: | - (leaked |\.\.\. skipped )|See https://nanobind\.)")
+
 _PHASES: tuple[tuple[str, str], ...] = (
     ("Application startup complete", "ready"),
     ("Starting vLLM server", "opening its port"),
@@ -35,8 +38,12 @@ _PHASES: tuple[tuple[str, str], ...] = (
 
 
 def tail(path: Path, lines: int = 30) -> list[str]:
-    """Return the last non-empty lines of a log, oldest first; nothing if it cannot be read."""
-    return [line for line in _read_end(path).splitlines() if line.strip()][-lines:]
+    """Return the last lines of a log that say something, oldest first.
+
+    Nothing if it cannot be read.
+    """
+    said = _read_end(path).splitlines()
+    return [line for line in said if line.strip() and not _LEAKS.match(line)][-lines:]
 
 
 def find_cause(path: Path) -> str:

@@ -24,8 +24,8 @@ from . import logs
 from .errors import ProcessDiedError
 
 _KEEPER = Path(__file__).with_name("keeper.py")
-GRACE_S = 8.0
-"""How long a server may take to shut down before it is killed."""
+GRACE_S = 20.0
+"""How long a server may take to shut down before it is killed. vLLM takes 10 s at most."""
 _KEEPER_MARGIN_S = 6.0
 
 

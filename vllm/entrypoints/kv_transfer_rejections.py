@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that the API refuses before a request is made of them, and the KV they were to read.
+"""What the API's bodies ask for and nobody reads: KV for those that are refused, and answers.
 
 vLLM tells the connector of requests that it rejects once their body has been parsed. A body that
 does not pass validation, such as `stream_options` without `stream`, tells nothing: routers change
 both for prefill, which computes, and holds the blocks until their lease has run out.
 
 Nor does vLLM tell of beam search, whose requests are made without the body's parameters.
+
+Of several answers (`n`) and prompts that a prefill engine is asked for, its own answer names the
+blocks of one, and routers pass `n` on. The others would be computed and held for nobody.
 """
 
 from __future__ import annotations
@@ -48,17 +51,36 @@ async def tell_connector(request: Request) -> None:
         await _give_up(engine, body.get("kv_transfer_params"))
 
 
-async def tell_of_beam_search(engine: EngineClient, request: object) -> None:
-    """Have the connector release what a request for beam search was to read.
+async def prepare(engine: EngineClient, request: Any) -> None:
+    """Have the connector release what beam search was to read; leave prefill one answer to make.
 
     Args:
         engine: Client of the engine.
-        request: A request of any of the server's protocols.
+        request: A request of any of the server's protocols, with kv_transfer_params.
     """
-    # Not all protocols have it.
+    # Not all protocols have each of these.
     asked = vars(request)
     if asked.get("use_beam_search"):
-        await _give_up(engine, asked.get("kv_transfer_params"))
+        await _give_up(engine, request.kv_transfer_params)
+    elif request.kv_transfer_params.get("do_remote_decode") and not _dispatches_early(engine):
+        if asked.get("n"):
+            request.n = 1
+        prompts, embeds = asked.get("prompt"), asked.get("prompt_embeds")
+        if embeds:
+            # They come before other prompts.
+            request.prompt_embeds = embeds[:1] if isinstance(embeds, list) else embeds
+            request.prompt = None
+        elif prompts and isinstance(prompts, list) and not isinstance(prompts[0], int):
+            request.prompt = prompts[:1]
+
+
+def _dispatches_early(engine: EngineClient) -> bool:
+    """Return whether answers are found by their place among the others: see `early`."""
+    config = engine.vllm_config.kv_transfer_config
+    assert config is not None
+    extra = config.kv_connector_extra_config
+    children = [each.get("kv_connector_extra_config", {}) for each in extra.get("connectors", ())]
+    return any(each.get("early_dispatch") for each in (extra, *children))
 
 
 async def _give_up(engine: EngineClient, params: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is an engine which holds two requests: a test may stop and kill it."""
+"""Processes that are engines, one that holds two requests and one that reads, for tests to end."""
 
 from __future__ import annotations
 
@@ -7,46 +7,149 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from tests.v1.kv_connector.unit.reshard.engine.workers import DEADLINE_S, Engine, Progress, fill
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
+    DEADLINE_S,
+    Engine,
+    Progress,
+    fill,
+    receive,
+    wait_until,
+)
 from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
+    RemoteRequest,
 )
 
 BLOCKS = [5, 2, 9]
 
 
+@dataclass
+class Producer:
+    """A process that holds requests.
+
+    Attributes:
+        process: The process.
+        address: Where it serves.
+    """
+
+    process: BaseProcess
+    address: RemoteEngineAddress
+    _pipe: Connection
+
+    def until_released(self, request_id: str) -> None:
+        """Wait until it holds a request no more."""
+        while True:
+            assert self._pipe.poll(DEADLINE_S), f"{request_id} is held"
+            if self._pipe.recv() == request_id:
+                return
+
+
 @contextmanager
-def serving_producer(head_size: int) -> Iterator[tuple[BaseProcess, RemoteEngineAddress]]:
-    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; gives it, and where it serves."""
+def serving_producer(head_size: int, port: int = 0) -> Iterator[Producer]:
+    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`."""
     context = forking()
     ours, theirs = context.Pipe()
     # It has a process of its own, too.
-    process = context.Process(target=_serve, args=(theirs, head_size))
+    process = context.Process(target=_serve, args=(theirs, head_size, port))
     process.start()
     theirs.close()
     try:
         assert ours.poll(ANSWER_S), "the producer does not answer"
-        yield process, ours.recv()
+        yield Producer(process, ours.recv(), ours)
     finally:
         process.kill()
         process.join()
         ours.close()
 
 
-def _serve(pipe: Connection, head_size: int) -> None:
+@dataclass
+class Reader:
+    """A process that reads `BLOCKS`, once it is told to go on after it has connected."""
+
+    process: BaseProcess
+    _pipe: Connection
+
+    def until_it_reads(self) -> None:
+        """Have it begin, and wait until its read is under way."""
+        self._pipe.send("read")
+        self._expect("reading")
+
+    def until_it_has_read(self) -> None:
+        """Have it begin, and wait until it has read all."""
+        self.until_it_reads()
+        self._expect("read")
+
+    def end(self) -> None:
+        """Have it close its engine, and wait until it has begun to."""
+        self._pipe.send("end")
+        self._expect("ending")
+
+    def _expect(self, said: str) -> None:
+        assert self._pipe.poll(DEADLINE_S), said
+        assert self._pipe.recv() == said
+
+
+@contextmanager
+def reading_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Reader]:
+    """Start a process that is connected with an engine, and may read `BLOCKS` from it."""
+    context = forking()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_read, args=(theirs, source, head_size))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(ANSWER_S), "the reader does not answer"
+        assert ours.recv() == "connected"
+        yield Reader(process, ours)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _read(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> None:
+    """Read what nobody offers, so that it can be read again, and close the engine when told."""
+    os.environ["UCX_TLS"] = "tcp"
+    engine = Engine("decode", head_size=head_size)
+    progress, wanted = (
+        Progress(engine),
+        receive(source, [3, 4, 1], BLOCKS, remote_request_id="none"),
+    )
+    (transfer_engine,) = engine.transfer_engines.values()
+    engine.start(awaited={"d": RemoteRequest(source, "none")})
+    wait_until(lambda: engine.is_connected_with(source))
+    pipe.send("connected")
+    assert pipe.recv() == "read"
+    wanted = receive(source, [3, 4, 1], BLOCKS, remote_request_id="none")
+    engine.start(receive={"d": wanted})
+    wait_until(lambda: transfer_engine.transfers.is_lingering)
+    pipe.send("reading")
+    while not pipe.poll(1e-3):
+        progress.step()
+        if "d" in progress.received["decode", MeshRank(0, 0)]:
+            pipe.send("read")
+            return
+    pipe.send("ending")
+    engine.close()
+
+
+def _serve(pipe: Connection, head_size: int, port: int) -> None:
     """Hold the requests until the process is ended."""
     # A read of a process that has been stopped does not get on, whatever memory is shared.
     os.environ["UCX_TLS"] = "tcp"
     engine = Engine("prefill", head_size=head_size)
-    address = engine.serve()
+    address = engine.serve(port)
     fill(engine, BLOCKS)
-    engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
+    engine.offer("p-a", "p-b", lease_s=2 * DEADLINE_S)
     pipe.send(address)
-    progress = Progress(engine)
+    (worker,) = engine.workers.values()
     while True:
-        progress.step()
+        for request_id in worker.get_finished()[0]:
+            pipe.send(request_id)
         time.sleep(1e-3)

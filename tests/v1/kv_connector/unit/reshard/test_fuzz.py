@@ -207,7 +207,8 @@ STRANGE: list[Any] = [
 @often
 def test_requests_to_a_side_channel(count):
     """Each is answered, refused or dropped; no one raises, and no answer is of anything else."""
-    random, server = Random(SEED), HandshakeServer(HOST, 0, {SPOKEN.newest: [b"reply"]})
+    replies = {version: [b"reply"] for version in range(SPOKEN.oldest, SPOKEN.newest + 1)}
+    random, server = Random(SEED), HandshakeServer(HOST, 0, replies)
     requests = [encode((OUR_REQUEST, 0)), encode((b"get_meta_msg", 0, 0)), encode((b"other", 1))]
     for _ in range(count):
         frame = mutate(random, random.choice(requests))

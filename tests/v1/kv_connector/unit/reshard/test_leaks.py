@@ -85,7 +85,6 @@ def test_notifier_forgets_what_it_has_told():
         notifier.release(read_of(str(number)), producers)
         notifier.renew([str(number)], producers)
         notifier.flush()
-        notifier.advance(float(number))
         stats.reset()
     assert sizes(notifier) == before
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
 
 import psutil
@@ -25,7 +27,17 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     receive,
     wait_until,
 )
-from tests.v1.kv_connector.unit.reshard.producer_process import BLOCKS, serving_producer
+from tests.v1.kv_connector.unit.reshard.producer_process import (
+    BLOCKS,
+    Producer,
+    reading_process,
+    serving_producer,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import connector_thread
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    TransferEngine,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
@@ -34,14 +46,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     NixlAgent,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 SMALL, LARGE = 8, 16384
 """Head sizes: that a block fits into what the kernel buffers, and that it does not."""
 
 
 @pytest.fixture
-def producer(request) -> Iterator[tuple[BaseProcess, RemoteEngineAddress]]:
-    """A process that holds blocks, and where it serves."""
+def producer(request) -> Iterator[Producer]:
+    """A process that holds blocks."""
     with serving_producer(getattr(request, "param", SMALL)) as started:
         yield started
 
@@ -55,9 +68,9 @@ def send(process: BaseProcess, number: int) -> None:
 def test_killed_producer_costs_its_request_and_is_told_once(
     engines, producer, monkeypatch, caplog_vllm
 ):
-    """The read in flight fails, and one line gives the remedy."""
+    """The read in flight fails, and it cannot be asked again: one line says why."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    process, address = producer
+    process, address = producer.process, producer.address
     reader = engines("decode")
     progress = Progress(reader)
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
@@ -74,12 +87,103 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     progress.until(reader, received="d-b")
     assert lost_blocks(worker) == {6, 7, 8}
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
-    start = "KV cache of request d-b could not be read from engine prefill (being read for "
-    assert line.startswith(start) and " s): NIXL " in line
-    assert line.endswith(
-        ": check that the engine runs and can be reached, and send the request through prefill "
-        "again"
-    )
+    assert line.startswith("Handshake with engine prefill at 127.0.0.1:")
+    assert " failed, and with it request d-b: " in line and "nothing listens there" in line
+
+
+@pytest.mark.parametrize("way", ["cut", "restarted"])
+def test_connection_that_died_while_it_was_idle_costs_no_request(
+    engines, producer, monkeypatch, caplog_vllm, way
+):
+    """Nothing of the next request was read: it is read over a new connection."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    reader = engines("decode")
+    progress = Progress(reader)
+    (worker,) = reader.workers.values()
+    whole = fill(engines("twin"), BLOCKS)
+
+    def read(name: str, address: RemoteEngineAddress) -> None:
+        wanted = receive(address, [3, 4, 1], BLOCKS, remote_request_id=f"p-{name}")
+        reader.start(receive={f"d-{name}": wanted})
+        progress.until(reader, received=f"d-{name}")
+        assert not worker.take_failed()
+        assert_received(reader, [3, 4, 1], whole)
+
+    with ExitStack() as stack:
+        read("a", producer.address)
+        if way == "cut":
+            shut_connections(producer.process.pid)
+        else:
+            producer.process.kill()
+            producer.process.join()
+            again = serving_producer(SMALL, producer.address.port)
+            producer = stack.enter_context(again)
+        read("b", producer.address)
+        producer.until_released("p-b")
+    assert "d-b is read from engine prefill over a new connection: NIXL" in caplog_vllm.text
+
+
+def shut_connections(pid: int) -> None:
+    """Have the kernel end all TCP connections with another process of this host."""
+    others = {each.laddr for each in psutil.Process(pid).net_connections("tcp")}
+    ours = [each for each in psutil.Process().net_connections("tcp") if each.raddr in others]
+    assert ours
+    for each in ours:
+        with socket.socket(fileno=os.dup(each.fd)) as shut:
+            shut.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_first_word_reaches_a_producer_that_stands_still(engines, producer, monkeypatch, is_held):
+    """However long it does: what it is told leaves once it has answered a look."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    clock = [time.monotonic()]
+    reader = engines("decode", clock=lambda: clock[0])
+    (transfer_engine,) = reader.transfer_engines.values()
+    connect_next = PeerConnection.connect_next
+
+    def stop_before(connection: PeerConnection) -> bool:
+        if is_held:
+            send(producer.process, signal.SIGSTOP)
+        return connect_next(connection)
+
+    monkeypatch.setattr(PeerConnection, "connect_next", stop_before)
+    reader.start(receive={"d-a": receive(producer.address, (), BLOCKS, remote_request_id="p-a")})
+    wait_until(lambda: reader.is_connected_with(producer.address))
+    if is_held:
+        wait_until(lambda: transfer_engine.is_moving)
+        # A second goes by, and the reader's thread has seen that.
+        clock[0] += 1.0
+        polls: list[float] = []
+        poll = TransferEngine.poll
+        monkeypatch.setattr(
+            TransferEngine, "poll", lambda *step: polls.append(step[2]) or poll(*step)
+        )
+        wait_until(lambda: polls and polls[-1] == clock[0])
+        send(producer.process, signal.SIGCONT)
+    producer.until_released("p-a")
+
+
+def test_release_that_cannot_be_sent_is_sent_over_the_next_connection(
+    engines, producer, monkeypatch
+):
+    """Its blocks are not held for the rest of a lease."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    reader = engines("decode")
+    notify, refused = NixlAgent.notify, []
+
+    def refuse_once(agent: NixlAgent, name: str, message: bytes) -> None:
+        if not refused:
+            refused.append(name)
+            raise TransferError("NIXL_ERR_REMOTE_DISCONNECT")
+        notify(agent, name, message)
+
+    monkeypatch.setattr(NixlAgent, "notify", refuse_once)
+    wanted = receive(producer.address, [3, 4, 1], BLOCKS, remote_request_id="p-a")
+    reader.start(receive={"d-a": wanted})
+    Progress(reader).until(reader, received="d-a")
+    producer.until_released("p-a")
+    assert refused
 
 
 @pytest.fixture
@@ -89,7 +193,7 @@ def hung_read(engines, producer, monkeypatch):
     Returns its process, the engine that reads into blocks 6 to 8, how to step it, and its clock.
     """
     monkeypatch.setenv("UCX_TLS", "tcp")
-    process, address = producer
+    process, address = producer.process, producer.address
     clock = [time.monotonic()]
     reader = engines("decode", head_size=LARGE, kv_read_timeout_s=60, clock=lambda: clock[0])
     progress = Progress(reader)
@@ -119,7 +223,7 @@ def own(reader: Engine, owner: float) -> None:
 
 @pytest.mark.parametrize("producer", [LARGE], indirect=True)
 @pytest.mark.parametrize("engines", ["direct", "staged"], indirect=True)
-def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
+def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch, caplog_vllm):
     """NIXL says of a read that it has failed, and its bytes are on their way.
 
     They would land after its handle is released and after its peer is removed. Its blocks are given
@@ -130,6 +234,8 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         # Of several windows, a poll may look at one.
+        wait_until(lambda: "over a new connection" in caplog_vllm.text, progress.step)
+        reader.start(failed={"d-b"})
         assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
         wait_until(lambda: not transfer_engine.transfers.is_lingering, progress.step)
     # What its producer was told has left by then.
@@ -162,6 +268,53 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     clock[0] += 1.0
     wait_until(lambda: not transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
+
+
+@pytest.mark.parametrize("producer", [LARGE], indirect=True)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_engine_that_ends_waits_for_its_reads(hung_read, monkeypatch, goes_on):
+    """For a while: over TCP, the worker that is read from may end with a reader that leaves."""
+    process, reader, _, _ = hung_read
+    drain, close, drained, left = TransferEngine.drain, TransferEngine.close, [], []
+
+    def note_drain(transfer_engine: TransferEngine, now_s: float) -> bool:
+        drained.append(not drain(transfer_engine, now_s))
+        return not drained[-1]
+
+    def note_close(transfer_engine: TransferEngine, now_s: float) -> None:
+        left.append(transfer_engine.transfers.is_lingering)
+        close(transfer_engine, now_s)
+
+    monkeypatch.setattr(TransferEngine, "drain", note_drain)
+    monkeypatch.setattr(TransferEngine, "close", note_close)
+    monkeypatch.setattr(connector_thread, "_DRAIN_LIMIT_S", DEADLINE_S if goes_on else 0.1)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(reader.close)
+        wait_until(lambda: drained)
+        if goes_on:
+            send(process, signal.SIGCONT)
+        closing.result(DEADLINE_S)
+    assert left == [not goes_on] and drained[-1] is goes_on
+    assert not goes_on or process.is_alive()
+
+
+@pytest.mark.nightly
+def test_no_producer_ends_with_readers_that_end(monkeypatch):
+    """Twenty readers over TCP are told to end while their read hangs for a moment."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with serving_producer(LARGE) as producer:
+        for _ in range(20):
+            with reading_process(producer.address, LARGE) as reader:
+                send(producer.process, signal.SIGSTOP)
+                reader.until_it_reads()
+                reader.end()
+                send(producer.process, signal.SIGCONT)
+                reader.process.join(DEADLINE_S)
+                assert reader.process.exitcode == 0
+            assert producer.process.is_alive()
+        # Whoever comes next is served.
+        with reading_process(producer.address, LARGE) as reader:
+            reader.until_it_has_read()
 
 
 def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):

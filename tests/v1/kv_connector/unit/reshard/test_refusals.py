@@ -140,6 +140,34 @@ REFUSALS = [
         "those before 0.33 keep registrations of memory that is gone; that of 0.33 gets it",
         "test_left_to_upstream.py::test_sleep_mode_is_refused",
     ),
+    *(
+        Refusal(
+            "limits.require_room",
+            words,
+            HAS_IT_NOT,
+            "NIXL fails over it without a word of the cause, hangs, or ends the process",
+            f"transport/test_limits.py::test_no_agent_is_made_without_{what}",
+        )
+        for what, words in (
+            ("files", "files are open, and NIXL needs"),
+            ("threads", "more threads can be started, and NIXL needs"),
+            ("ports", "free ports, and NIXL needs"),
+        )
+    ),
+    Refusal(
+        "side_channel.HandshakeServer.start",
+        "the side channel has no thread",
+        HAS_IT_NOT,
+        "its listener is a thread, too",
+        "transport/test_side_channel.py::test_thread_that_does_not_start",
+    ),
+    Refusal(
+        "worker.ReshardWorker.unregister_kv_caches",
+        "take the KV cache's memory away while other engines may read it",
+        HAS_IT_NOT,
+        "0.33 asks this of an engine that serves, and not as it starts",
+        "test_operations.py::test_memory_of_a_cache_is_not_taken_away",
+    ),
     Refusal(
         "connector.NixlConnector.__init__",
         "--calculate-kv-scales with --kv-cache-dtype",

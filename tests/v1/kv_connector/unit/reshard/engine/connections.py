@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
@@ -34,13 +33,7 @@ class RecordingConnection:
         self.releases = releases
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
-        self.lane, self.lifetime = self, Lifetime(60.0)
-        self.agent = SimpleNamespace(is_open=True)
-        self.talks_until_s, self.looks = 0.0, 0
-
-    def progress(self) -> None:
-        """Count a look at what was sent."""
-        self.looks += 1
+        self.lifetime = Lifetime(60.0)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification."""

@@ -153,8 +153,15 @@ class Fleet:
     def reconnect(self) -> None:
         """Have readers meet the steady engine again whose lane an earlier round has cost.
 
-        Else all requests that wait for that would share what is to be one request's.
+        Else all requests that wait for that would share what is to be one request's. As the clock
+        goes on, a lane over which many were connected is renewed: that happens here.
         """
+        self._let_all_be_over()
+        tables = [part.peers for each in self.readers for part in each.transfer_engines.values()]
+        wait_until(
+            lambda: all(each.next_due_s > self._clock() for each in tables),
+            lambda: self._step(_nothing(self)),
+        )
         if not all(each.is_connected_with(self._steady) for each in self.readers):
             self.round()
 
@@ -167,8 +174,7 @@ class Fleet:
         """
         self._reads.failing = self.readers[1].engine_id if breaks else None
         number = next(self._numbers)
-        # So that leases are to be renewed, and what broke is no suspect any more.
-        self._skipped_s += LEASE_S + STEADY_S + LAST_RETRY_S
+        self._let_all_be_over()
         fresh = self._serve_as(f"prefill {number}")
         outcome = _nothing(self)
         names = [
@@ -235,6 +241,10 @@ class Fleet:
         if self._server is not None:
             self._server.close()
         self._announcer.close()
+
+    def _let_all_be_over(self) -> None:
+        """So that leases are to be renewed, and what broke is no suspect any more."""
+        self._skipped_s += LEASE_S + STEADY_S + LAST_RETRY_S
 
     def _clock(self) -> float:
         return time.monotonic() + self._skipped_s

@@ -38,7 +38,7 @@ class TransferEngine:
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.producer: list[str] = []
-        self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
+        self.is_moving = self.has_backlog = self.has_moved = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
         self.may_poll, self.may_tell = threading.Event(), threading.Event()
@@ -67,6 +67,10 @@ class TransferEngine:
     def tell_producers(self, now_s: float) -> None:
         """Tell them, once the test allows it."""
         assert self.may_tell.wait(DEADLINE_S)
+
+    def drain(self, now_s: float) -> bool:
+        """Nothing is under way."""
+        return False
 
     def stood_still(self, for_s: float) -> None:
         """Note for how long."""

@@ -22,8 +22,10 @@ def test_handshake_passes_between_processes():
 
 def test_news_pass_between_processes_and_add_up():
     """Workers hand them over by pickle, and two workers' are one's that owns what it holds."""
-    one = WorkerNews({"a"}, {"b"}, {"c"}, {"d": "gone"}, {"e": 7})
+    one = WorkerNews({"a"}, {"b"}, {"c"}, {"d": "gone"}, {"e": 7}, {"w": "full"})
     told = pickle.loads(pickle.dumps(one))
     both = told.aggregate(WorkerNews({"g"}, faults={"h": "lost"}))
-    assert both == WorkerNews({"a", "g"}, {"b"}, {"c"}, {"d": "gone", "h": "lost"}, {"e": 7})
+    assert both == WorkerNews(
+        {"a", "g"}, {"b"}, {"c"}, {"d": "gone", "h": "lost"}, {"e": 7}, {"w": "full"}
+    )
     assert told == one and one and not WorkerNews()

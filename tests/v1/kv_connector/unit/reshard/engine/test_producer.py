@@ -283,3 +283,23 @@ def test_offers_that_nobody_reads_are_told_of_once(reads, caplog_vllm):
         assert producer.side.collect_released(2 * LEASE_S * (turn + 1)) == set(names)
         told = caplog_vllm.text.count("None of the first 20 requests that were held was read")
         assert told == (turn > 0 and not reads)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "remedy"),
+    [
+        ("cmpl-a-0-0123abcd", "Give readers longer with kv_lease_duration, if they are alive."),
+        (
+            "1_cmpl-a-0-0123abcd",
+            "Of several answers one is read: have the router ask prefill engines for n 1.",
+        ),
+    ],
+)
+def test_line_of_a_lease_knows_answers_that_nobody_reads(request_id, remedy, caplog_vllm):
+    """A longer lease would make it worse where a prompt has several answers."""
+    producer = Producer()
+    producer.offer(request_id)
+    assert producer.side.collect_released(LEASE_S + 1.0) == {request_id}
+    (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > logging.INFO)
+    assert line.startswith(f"Freeing the blocks of request {request_id}: ")
+    assert line.endswith(remedy)

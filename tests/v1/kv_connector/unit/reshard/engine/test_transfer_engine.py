@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -40,14 +41,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     TransferEngine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    ConnectorThreadError,
+    InDoubtError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import listeners
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 LEASE_S = 30.0
@@ -89,6 +95,52 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
+
+
+def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
+    """To its scheduler, and in the metrics, when it takes part in a step."""
+    monkeypatch.setattr(limits, "count_files", lambda: 81)
+    monkeypatch.setattr(limits, "file_limit", lambda: 100)
+    p = engines("prefill")
+    (worker,) = p.workers.values()
+    p.start(admitted={"p-a"})
+    told, stats = {}, ReshardStats()
+
+    def has_told() -> bool:
+        worker.get_finished()
+        told.update(worker.take_news().shortages)
+        if (taken := worker.take_stats()) is not None:
+            stats.aggregate(taken)
+        return bool(told and stats.data["open_files"])
+
+    wait_until(has_told)
+    assert list(told.values()) == ["81 of 100 files are open"]
+    assert stats.data["open_files"] == [0.81]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_worker_that_none_can_read_from_any_more_ends(engines, role):
+    """Its engine ends with the reason, at its next step, instead of looking well."""
+    engine = engines("one", role=role)
+    (transfer_engine,) = engine.transfer_engines.values()
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        closed = next(each for each in listeners() if each[0] == opened.fileno())
+        # A worker that only reads needs none.
+        assert bool(transfer_engine.files._needed) == (role == "kv_producer")
+        if role == "kv_producer":
+            transfer_engine.files.need([closed])
+    (worker,) = engine.workers.values()
+
+    def ends() -> bool:
+        engine.start()
+        try:
+            worker.get_finished()
+        except ConnectorThreadError as error:
+            assert f"UCX has closed its port {closed[1]}" in str(error)
+            return True
+        return role == "kv_consumer"
+
+    wait_until(ends)
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
@@ -172,11 +224,7 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
             transfer_engine: TransferEngine = transfer_engine, steps: list[SchedulerStep] = steps
         ) -> None:
             transfer_engine.poll(steps, 1.0)
-            assert not (
-                transfer_engine.is_moving
-                or transfer_engine.is_talking
-                or transfer_engine.has_backlog
-            )
+            assert not (transfer_engine.is_moving or transfer_engine.has_backlog)
             assert transfer_engine.next_due_s(1.0) == 600.0
 
         counts.append(calls(poll))
@@ -197,8 +245,9 @@ def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
     wait_until(lambda: {*threads} == {"reshard-connector", "reshard-dialer"})
 
 
-def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch):
-    """The lease's first renewal is refused over it, and the request is read with the next one."""
+@pytest.mark.parametrize("renews", [False, True])
+def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch, renews):
+    """The lease's first renewal or the read is refused; the request is read with the next one."""
     later_s = 0.0
     p, d = (
         engines("prefill"),
@@ -212,7 +261,8 @@ def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypat
         whole = fill(p, [5, 2, 9])
         p.offer(name)
         wanted = receive(address, blocks, [5, 2, 9], remote_request_id=name)
-        d.start(receive={name: wanted}, awaited={name: RemoteRequest(address, name)})
+        awaited = {name: RemoteRequest(address, name)} if renews else {}
+        d.start(receive={name: wanted}, awaited=awaited)
         progress.until(d, received=name)
         assert_received(d, blocks, whole)
 

@@ -60,7 +60,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
     open_announcer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 
 LAYOUTS = {
@@ -164,10 +163,9 @@ def test_full_cache_hit_releases_without_a_word(engines):
 
 
 def test_words_after_a_read_cost_no_looks(engines, monkeypatch):
-    """Nothing is looked for that nobody sends: the call that sends a notification has sent it."""
-    looks: list[Lane] = []
-    progress_of_lane = Lane.progress
-    monkeypatch.setattr(Lane, "progress", lambda lane: looks.append(lane) or progress_of_lane(lane))
+    """The call that sends a notification has sent it: a read has shown that it leaves at once."""
+    looks: list[LeaseChecker] = []
+    monkeypatch.setattr(LeaseChecker, "reach", lambda checker, *_: looks.append(checker))
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])

@@ -33,5 +33,5 @@ def test_what_was_read_is_never_received_unchecked():
 def test_transition_that_is_not_in_the_table_raises():
     """It tells both states."""
     expect_transition(ReadState.WAITING, ReadState.READING)
-    with pytest.raises(AssertionError, match="no transition: READING to WAITING"):
-        expect_transition(ReadState.READING, ReadState.WAITING)
+    with pytest.raises(AssertionError, match="no transition: CHECKING to WAITING"):
+        expect_transition(ReadState.CHECKING, ReadState.WAITING)

@@ -346,9 +346,9 @@ class Worker:
     def is_awake(self) -> bool:
         """Whether the connector's thread takes another turn by itself."""
         transfer_engine = self.transfer_engine
-        if self._woken or self.incoming or transfer_engine.has_backlog:
+        if self._woken or self.incoming:
             return True
-        if transfer_engine.is_moving or transfer_engine.is_talking:
+        if transfer_engine.has_backlog or transfer_engine.is_moving:
             return True
         return self._due_s is not None and self._due_s <= self.world.now_s
 

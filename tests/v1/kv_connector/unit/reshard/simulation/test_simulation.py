@@ -24,6 +24,9 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", NUM_SCHEDULES_OF_MAKE_TEST))
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
 
+CROWDED = {"prefill": 9.0, "read": 12.0, "fail_read": 1.0, "move": 6.0}
+"""Many are read from at once, and a lane breaks now and then, which all of them share."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet() -> Iterator[None]:
@@ -36,7 +39,7 @@ def test_no_schedule_violates_an_invariant():
     """Bytes land where they may, requests end once and in time, and everything comes back."""
     counts: Counter[str] = Counter()
     for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
-        simulation = run(seed)
+        simulation = run(seed, **(CROWDED if seed % 4 == 0 else {}))
         counts["received"] += simulation.num_received
         counts["failed"] += simulation.num_failed
         counts["neighbours served"] += simulation.num_neighbours_served
@@ -45,9 +48,8 @@ def test_no_schedule_violates_an_invariant():
     # Schedules in which nothing happens prove nothing.
     assert counts["early"] > NUM_SCHEDULES // 20, counts
     assert counts["prefetched"] > NUM_SCHEDULES // 100, counts
-    # Some 9 in 10,000, the rarest of these: the schedules of `make test` may lack them by chance.
-    # The planted defects on lanes show that there are any: they are not found without.
-    assert counts["neighbours served"] >= NUM_SCHEDULES // 2500, counts
+    # The rarest of these: some 15 in 1,000 crowded schedules, and one in 1,000 others.
+    assert counts["neighbours served"] > NUM_SCHEDULES // 2500, counts
     assert min(counts["received"], counts["failed"]) > NUM_SCHEDULES // 3, counts
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lease checks that a test waits for."""
+"""Lease checks, and other looks, that a test waits for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ids import RequestId
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Body, Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     LeaseChecker,
     PreparedTable,
@@ -19,24 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
 DUE_S = 1e12
 
 
-class Check:
-    """A check of one request in some tables, which has begun.
+class _Looks:
+    """Something that looks at tables, and has begun.
 
     Attributes:
         error: What it has raised; None if it has not.
     """
 
-    def __init__(
-        self,
-        leases: LeaseChecker,
-        request_id: RequestId,
-        offer: OfferFingerprint,
-        tables: Sequence[PreparedTable],
-    ) -> None:
+    def __init__(self, leases: LeaseChecker, begin: Callable[[Tasks], Body]) -> None:
         self._leases, self._tasks = leases, Tasks()
         self.error: Exception | None = None
-        body = leases.confirm(self._tasks, request_id, offer, tables, DUE_S)
-        self._task = self._tasks.start(body, self._leave)
+        self._task = self._tasks.start(begin(self._tasks), self._leave)
         self._tasks.run(time.monotonic())
 
     def is_over(self) -> bool:
@@ -47,3 +40,25 @@ class Check:
 
     async def _leave(self, error: Exception | None) -> None:
         self.error = error
+
+
+class Check(_Looks):
+    """A check of one request in some tables."""
+
+    def __init__(
+        self,
+        leases: LeaseChecker,
+        request_id: RequestId,
+        offer: OfferFingerprint,
+        tables: Sequence[PreparedTable],
+    ) -> None:
+        super().__init__(
+            leases, lambda tasks: leases.confirm(tasks, request_id, offer, tables, DUE_S)
+        )
+
+
+class Reach(_Looks):
+    """Looks at tables for the sake of it."""
+
+    def __init__(self, leases: LeaseChecker, tables: Sequence[PreparedTable]) -> None:
+        super().__init__(leases, lambda tasks: leases.reach(tasks, tables))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
-from tests.v1.kv_connector.unit.reshard.transport.checks import Check
+from tests.v1.kv_connector.unit.reshard.transport.checks import Check, Reach
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     BLOCKS,
@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import TALK_S
 
 NOW_S = 10.0
 
@@ -122,7 +121,7 @@ def test_reads_messages_and_checks(monkeypatch, make_source, make_reader):
     assert not lists and lane.agent.is_open
     for agent in engine.agents:
         with pytest.raises(TransferError):
-            lane.notify(agent.name, b"", NOW_S, is_first=True)
+            lane.notify(agent.name, b"", NOW_S)
     lane.close()
     for agent in engine.agents:
         agent.close()
@@ -172,30 +171,22 @@ def test_checks_keep_a_connection(connection):
     assert check.error is None
 
 
-def test_first_message_is_on_its_way_for_a_moment(reader):
-    """Its lane knows until when it may have to be polled; later ones need no poll."""
-    now_s = [NOW_S]
-    connection = reader.connected(reader.make_lane(), RemoteEngineStub(2), lambda: now_s[0])
-    (first, _), (second, _) = connection.releases
-    lane = connection.lane
-    assert lane.talks_until_s == 0.0
-    connection.notify(first, b"done")
-    assert lane.talks_until_s == NOW_S + TALK_S
-    now_s[0] += TALK_S
-    connection.notify(first, b"done")
-    assert lane.talks_until_s == now_s[0]
-    connection.notify(second, b"done")
-    assert lane.talks_until_s == now_s[0] + TALK_S == lane.sent_by_s
-
-
-def test_worker_that_was_read_from_hears_at_once(reader):
-    """Nothing is polled for a message to it."""
-    connection = reader.connected(reader.make_lane(), RemoteEngineStub(), lambda: NOW_S)
+def test_workers_are_reached_by_reads(reader):
+    """Of its table, or of blocks; and nothing is polled for a message after that."""
+    connection = reader.connected(reader.make_lane(), RemoteEngineStub(2), lambda: NOW_S)
+    tables = list(connection.lease_tables.values())
+    assert connection.unreached == tables
     transfer = read_block(connection)
     wait_until(lambda: connection.poll(transfer) is TransferState.DONE)
     connection.release(transfer)
+    unreached = [each for each in tables if each.buckets.peer != transfer.peer]
+    assert connection.unreached == unreached and len(unreached) == 1
+    reached = Reach(connection.leases, unreached)
+    wait_until(reached.is_over)
+    assert reached.error is None and connection.unreached == []
+    assert connection.lane.sent_by_s == 0.0
     connection.notify(transfer.peer, b"done")
-    assert connection.lane.talks_until_s == 0.0 < connection.lane.sent_by_s
+    assert connection.lane.sent_by_s > NOW_S
 
 
 @given(st.lists(st.sampled_from(["done", "failed", "refused", "in doubt"]), max_size=12))

@@ -369,6 +369,18 @@ class TestConnections:
                     failed.result(DEADLINE_S)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
 
+    def test_few_descriptors_are_left(self, monkeypatch):
+        """A further engine is not asked, before a library finds none; later it is."""
+        with serving() as server, asking() as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(handshake_client, "shortage", lambda: "81 of 100 files are open")
+                failed = client.request(engine_at(server.port), FACTORS)
+                says = r"not asked \(81 of 100 files are open\): .*ulimit -n"
+                with pytest.raises(LocalLimitError, match=says):
+                    failed.result(DEADLINE_S)
+            assert not server.counters.answered
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
     def test_every_error_of_zeromq_comes_with_a_remedy(self, monkeypatch):
         """Whichever it is, the line ends with what to do, here or at the other engine."""
         codes = ({*zmq.Errno} - {zmq.EAGAIN}) | {errno.EMFILE, errno.ENFILE}

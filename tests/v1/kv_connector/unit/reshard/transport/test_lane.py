@@ -363,7 +363,7 @@ def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
     new.notify(name, b"done")
 
     def heard() -> list[tuple[str, bytes]]:
-        lane.progress()
+        lane.agent.take_notifications()
         return engine.agents[0].take_notifications()
 
     heard_last: list[tuple[str, bytes]] = []
@@ -406,11 +406,11 @@ def test_two_agents_of_one_name_are_two():
         transfer = reader.read(local, index, remote, index)
         wait_until(partial(is_done, transfer))
         assert set(memory[2]) == {value}
-    lane.notify(names[1], b"for the second", 0.0, is_first=True)
+    lane.notify(names[1], b"for the second", 0.0)
     heard: list[tuple[str, bytes]] = []
 
     def is_heard() -> bool:
-        lane.progress()
+        reader.take_notifications()
         heard.extend(namesake.take_notifications())
         return bool(heard)
 

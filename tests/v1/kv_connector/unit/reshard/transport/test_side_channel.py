@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import re
 import socket
@@ -150,6 +151,21 @@ class TestBetweenOurselves:
         monkeypatch.setattr(metadata, "SPOKEN", NEXT)
         with pytest.raises(RemoteIncompatibleError, match=rf"peer speaks reshard/6, .* {NEXT}"):
             metadata.decode_reply(answer, FACTORS, BOUNDS)
+
+
+class TestEngineWithoutDescriptors:
+    """One that has few left refuses further readers, before UCX or ZeroMQ find none."""
+
+    def test_reader_is_refused_with_the_limit(self, server):
+        """Until a worker that has told so has some again."""
+        server.shortage = "81 of 100 files are open"
+        with asking() as client:
+            failed = client.request(engine_at(server.port), FACTORS)
+            with pytest.raises(RemoteRefusedError, match=r"as 81 of .* there: .*ulimit -n"):
+                failed.result(DEADLINE_S)
+        server.shortage = ""
+        assert fetch(server.port) == WORKERS
+        assert (server.counters.refused, server.counters.answered) == (1, 1)
 
 
 class TestPeersThatDoNotServe:
@@ -569,6 +585,25 @@ class TestStrangers:
             wait_until(lambda: len(warnings) == 2)
         assert "dropped=101" in warnings[1]
 
+    def test_side_channel_that_accepts_nobody_says_why(self, warnings, monkeypatch):
+        """Other engines only see that nothing answers."""
+        accept, lacks = socket.socket.accept, threading.Event()
+
+        def fail(listener: socket.socket) -> object:
+            if lacks.is_set():
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", fail)
+        with serving() as server:
+            lacks.set()
+            with socket.create_connection((HOST, server.port)):
+                wait_until(lambda: bool(warnings))
+            lacks.clear()
+            assert fetch(server.port) == WORKERS
+        assert "no engine is answered ([Errno 24] Too many open files): raise" in warnings[0]
+        assert "(ulimit -n)" in warnings[0]
+
     def test_one_complaint_hides_no_other(self, server, warnings):
         """Peers that differ in other ways within a minute are all told of, once each."""
         with open_socket(zmq.DEALER, server.port) as stranger:
@@ -661,7 +696,8 @@ class TestLifeOfAServer:
         server = HandshakeServer(HOST, 0, REPLIES)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_more)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
+            says = r"no thread \(can't start new thread\): raise .*ulimit -u"
+            with pytest.raises(LocalChannelError, match=says):
                 server.start()
         server.close()
         server.start()

@@ -225,7 +225,7 @@ class NixlConnector(UpstreamConnector):
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """Return reports for the scheduler that vLLM would not pass on at once."""
-        return WorkerNews(self._reports.take_news()) or None
+        return WorkerNews(self._reports.take_news(), self._worker.take_shortages()) or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """Return outputs for the clients of requests that were received with a first token."""

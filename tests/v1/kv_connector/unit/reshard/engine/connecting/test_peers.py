@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes imp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
     MAX_DRAINING_LANES,
@@ -854,6 +855,16 @@ def test_lanes_that_are_all_in_use_are_kept(monkeypatch):
             network.table.get_or_connect(peer.address, 0.9 * IDLE_LANE_S * step)
         network.table.advance(0.9 * IDLE_LANE_S * step)
     assert [peer.connection for peer in peers] == connections
+
+
+def test_bounds_are_shares_of_the_limit_of_open_files(network, monkeypatch):
+    """Where few files may be open, fewer engines that gave no good read are known."""
+    monkeypatch.setattr(limits, "file_limit", lambda: 8 * 10 * 3)
+    crowd(network, 12, 0.0)
+    for now_s in (1.0, 2.0):
+        connected(network.table, network, at(int(now_s)), now_s)
+        close_due(network.table, now_s)
+    assert len(network.table) <= 3
 
 
 def test_engine_that_gave_no_good_read_makes_room_for_another_one(network, monkeypatch):

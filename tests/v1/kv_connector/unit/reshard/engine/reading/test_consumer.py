@@ -76,6 +76,7 @@ class Connection:
         self.legs: list[object] = []
         self.lease_tables: dict[str, object] = {}
         self.releases: list[tuple[str, int]] = []
+        self.unreached: list[object] = []
 
     def connect_next(self) -> bool:
         """All of its workers are connected."""
@@ -514,7 +515,8 @@ class Checked:
         name = self.agent.connect(holder.metadata())
         checks = self.connection.lane.checks
         self.connection.leases = LeaseChecker(checks, self.agent, lambda: self.now_s)
-        tables = {name: prepare_table(self.agent, self.table.address, name)}
+        # The part's worker.
+        tables = {"p": prepare_table(self.agent, self.table.address, name)}
         self.connection.lease_tables = tables
         self.broken_off: list = []
         monkeypatch.setattr(

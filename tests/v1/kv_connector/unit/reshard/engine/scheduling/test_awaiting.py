@@ -28,7 +28,9 @@ def test_workers_hear_once_of_the_begin_and_the_end():
     """However often the request ends; others are nobody's concern."""
     requests = AwaitedRequests()
     requests.begin("a", REMOTE)
+    assert requests.has_untold
     assert next_step(requests) == ({"a": REMOTE}, set())
+    assert not requests.has_untold
     for _ in range(2):
         requests.end("a")
         requests.end("another")

@@ -164,6 +164,16 @@ def serve(owner: ReshardScheduler) -> None:
     owner.serve_handshake({(0, number): each for number, each in enumerate(described)})
 
 
+def test_engine_that_wakes_up_goes_on_answering():
+    """0.33 hands over its workers' metadata again then: the port is this engine's own already."""
+    owner = scheduler()
+    serve(owner)
+    server = owner._server
+    serve(owner)
+    assert owner._server is server
+    owner.shutdown()
+
+
 def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
     """A request that the scheduler has been told of."""
     new = request(params, num_prompt_tokens)
@@ -571,6 +581,22 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     assert owner.has_pending_push_work() and not given_back
     report(finished_recving={"d-a"})
     assert not owner.has_pending_push_work() and sorted(given_back) == ["first", "second"]
+
+
+def test_side_channel_hears_of_workers_that_lack_descriptors():
+    """It refuses further engines until all of them have some again."""
+    owner = scheduler()
+    owner._server = server = SimpleNamespace(shortage="")
+    seen = []
+    for shortages in ({"a": "81"}, {"b": "82"}, {"a": ""}, {}, {"b": ""}):
+        news = WorkerNews(shortages=shortages)
+        owner.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=news, finished_sending=None, finished_recving=None
+            )
+        )
+        seen.append(server.shortage)
+    assert seen == ["81", "81", "82", "82", ""]
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

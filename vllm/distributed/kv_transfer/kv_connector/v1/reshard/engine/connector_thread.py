@@ -40,9 +40,6 @@ _SHORTEST_REST_S, _LONGEST_REST_S = 50e-6, 1e-3
 """Bounds of the rest between two polls while reads are in flight. NIXL needs them: without threads
 of its own, an agent over TCP reads only what has arrived since the last poll."""
 
-_LONGEST_TALK_REST_S = 10e-3
-"""Longest time between two polls while only messages are on their way."""
-
 _AFTER_FAULT_S = 0.05
 """Rest after a failed poll: repeated failures must not fill the log."""
 
@@ -65,6 +62,11 @@ _TICK_S = 0.2
 
 #: interval end: an engine that ends leaves its connector's thread to itself.
 _CLOSE_LIMIT_S = 10.0
+
+#: interval drain: an engine that ends stops waiting for its reads under way.
+_DRAIN_LIMIT_S = 4.0
+"""Over TCP, a worker that is read from may end with a reader that leaves in the middle of a read
+(UCX 1.23). vLLM ends a worker that has not ended by itself within 5 s."""
 
 
 class ConnectorThread:
@@ -157,7 +159,7 @@ class ConnectorThread:
         self._news.set()
 
     def close(self) -> None:
-        """End the thread, then close the transfer engine."""
+        """End the thread, wait for the reads under way, then close the transfer engine."""
         self._stopped = True
         self._news.set()
         if self._thread.is_alive():
@@ -168,6 +170,9 @@ class ConnectorThread:
                 _CLOSE_LIMIT_S,
             )
             return
+        ends_s = time.monotonic() + _DRAIN_LIMIT_S
+        while self._transfer_engine.drain(self._clock()) and time.monotonic() < ends_s:
+            time.sleep(_LONGEST_REST_S)
         self._transfer_engine.close(self._clock())
 
     def _run(self) -> None:
@@ -180,6 +185,8 @@ class ConnectorThread:
                 try:
                     self._poll_once()
                     num_faults = 0
+                except ConnectorThreadError:
+                    raise
                 except Exception:
                     # An unforeseen exception must end neither the engine nor other requests.
                     num_faults += 1
@@ -221,10 +228,9 @@ class ConnectorThread:
         if self._transfer_engine.has_backlog:
             # Waiting for `_news` would not release the interpreter if it is already set.
             time.sleep(_MOMENT_S)
-        elif self._moves or self._transfer_engine.is_talking:
+        elif self._moves:
             self._rest(self._rest_s)
-            longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
-            self._rest_s = min(2 * self._rest_s, longest_s)
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
         else:
             self._sleep(self._transfer_engine.next_due_s(now_s))
 

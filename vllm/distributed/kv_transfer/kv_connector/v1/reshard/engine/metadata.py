@@ -103,17 +103,20 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: Requests that a worker could not read.
+        shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
+            can.
     """
 
     failed: set[RequestId] = field(default_factory=set)
+    shortages: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed)
+        return bool(self.failed or self.shortages)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Return two workers' reports in one."""
         assert isinstance(other, WorkerNews)
-        return WorkerNews(self.failed | other.failed)
+        return WorkerNews(self.failed | other.failed, self.shortages | other.shortages)
 
 
 @dataclass(slots=True)
@@ -125,12 +128,15 @@ class Report:
         received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks, which may still be written
             until the request is in `received`.
+        shortages: Whether the worker can serve further engines, if that has changed: see
+            `WorkerNews`.
         stats: Metrics; None without any.
     """
 
     sent: set[RequestId] = field(default_factory=set)
     received: set[RequestId] = field(default_factory=set)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
+    shortages: dict[str, str] = field(default_factory=dict)
     stats: ReshardStats | None = None
 
     def __bool__(self) -> bool:
@@ -139,12 +145,13 @@ class Report:
     @property
     def is_awaited(self) -> bool:
         """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed)
+        return bool(self.sent or self.received or self.failed or self.shortages)
 
     def add(self, later: Report) -> None:
         """Merge a later report into this one."""
         self.sent |= later.sent
         self.received |= later.received
+        self.shortages |= later.shortages
         self.failed |= later.failed
         if self.stats is None:
             self.stats = later.stats

@@ -109,6 +109,10 @@ class PcpReplicaWorker:
         """Return no failures, as nothing is read."""
         return {}
 
+    def take_shortages(self) -> dict[str, str]:
+        """Return no shortages, as no other engine is met."""
+        return {}
+
     def take_stats(self) -> ReshardStats | None:
         """Return None, as nothing is moved; the serving worker counts the held blocks."""
         return None

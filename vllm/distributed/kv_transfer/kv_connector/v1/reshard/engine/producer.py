@@ -7,6 +7,7 @@ All of this belongs to the connector's thread.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from vllm.logger import init_logger
@@ -24,6 +25,9 @@ from .stats import ReshardStats
 from .traces import PREFIX, Trace, trace_of_offer
 
 logger = init_logger(__name__)
+
+_ONE_OF_SEVERAL = re.compile(r"\d+_")
+"""How vLLM begins the id of each of a prompt's several answers."""
 
 _FIRST_OFFERS = 20
 """Offers after which a producer says that none of them was read."""
@@ -158,10 +162,13 @@ class ProducerSide:
             self._stats.record_kv_expired_req()
             logger.warning(
                 "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
-                "through. Give readers longer with kv_lease_duration, if they are alive.",
+                "through. %s",
                 quote(expiry.request_id),
                 expiry.heard,
                 "an unknown number of" if expiry.awaited is None else one_line(expiry.awaited),
+                "Of several answers one is read: have the router ask prefill engines for n 1."
+                if _ONE_OF_SEVERAL.match(expiry.request_id)
+                else "Give readers longer with kv_lease_duration, if they are alive.",
             )
             self._end(expiry.request_id, HeldState.EXPIRED, now_s)
         for request_id in self._gone:

@@ -54,7 +54,8 @@ class HandshakeFailure(str, Enum):
     """A request named a host whose address is not in `trusted_peers`."""
 
     REFUSED = "refused"
-    """It does not know what it is asked: builds differ, or another program answers."""
+    """It does not know what it is asked, as builds differ or another program answers; or it has too
+    few file descriptors left."""
 
     INCOMPATIBLE = "incompatible"
     """What must be equal at both engines is not."""
@@ -174,6 +175,8 @@ class ReshardStats(NixlKVConnectorStats):
         held_blocks            number of blocks held for other engines; the latest value
         blocks_in_doubt        number of blocks of failed requests that may still be written; the
                                latest value
+        open_files             share of the limit of open files that a worker has open; the latest
+                               value
         first_tokens           1 for each answer that begins with the prefill engine's token
         num_notifications_after_expiry
                                1 for each reader that finished when nothing was held for it any
@@ -257,6 +260,10 @@ class ReshardStats(NixlKVConnectorStats):
     def record_blocks_in_doubt(self, num_blocks: int) -> None:
         """Record the number of failed requests' blocks that may still be written."""
         self.data["blocks_in_doubt"][:] = [num_blocks]
+
+    def record_open_files(self, ratio: float) -> None:
+        """Record how much of its limit of open files this process has used."""
+        self.data["open_files"][:] = [ratio]
 
     def take(self) -> ReshardStats:
         """Return the values so far, and reset them."""
@@ -411,6 +418,12 @@ _METRICS = {
         Gauge,
         "vllm:nixl_kv_blocks_in_doubt",
         "KV-cache blocks of failed requests, kept from use as reads may still write into them.",
+    ),
+    "open_files": _Metric(
+        Gauge,
+        "vllm:nixl_open_files_ratio",
+        "Share of a worker's limit of open files that is used; above 0.8 it meets no further "
+        "engine.",
     ),
     "first_tokens": _Metric(
         Counter,

@@ -20,12 +20,12 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
-from ..protocol.ids import RequestId
-from ..protocol.messages import Announcement, RemoteEngineAddress
+from ..protocol.messages import Announcement
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.lane import Lane
+from ..transport.limits import FileWatch
 from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
 from .metadata import Report, ReshardConnectorMetadata
@@ -88,6 +88,9 @@ class TransferEngine:
         renewals: The leases that it renews.
         stats: Its metrics.
         budget: Makes a budget for posting or polling, which begins when it is called.
+
+    Attributes:
+        files: Watch on what this process has open.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class TransferEngine:
         self._renewals = renewals
         self._stats = stats
         self._budget = budget
+        self.files = FileWatch(stats.record_open_files)
         # Input that was not applied yet, in order.
         self._incoming: deque[Incoming] = deque()
         # Whether the engine has requested a report.
@@ -145,11 +149,7 @@ class TransferEngine:
             self._apply(each, now_s)
         self._advance_peers(now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
-            try:
-                self._renew(address, request_ids, now_s)
-            except Exception:
-                # The next renewal comes before the lease expires.
-                logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
+            self.consumer.renew(address, request_ids)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         for connection in taken_once_done(self.peers.broken):
@@ -159,6 +159,8 @@ class TransferEngine:
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
+            if self.files.look(now_s):
+                report.shortages[self.agent.name] = self.files.shortage
         # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()
@@ -175,8 +177,8 @@ class TransferEngine:
         Call it after each poll's report, so that the engine need not wait for it.
         """
         # Before closing connections, over which the notifications are sent.
-        self._notifier.flush()
-        self._notifier.advance(now_s)
+        for connection, receives in self._notifier.flush().items():
+            self.consumer.release_again(connection, receives, now_s)
         for connection in self.peers.take_drained():
             try:
                 connection.close()
@@ -203,11 +205,6 @@ class TransferEngine:
         """True while a poll soon may have results of requests."""
         return bool(self._incoming or self._has_ended or self.consumer.is_moving)
 
-    @property
-    def is_talking(self) -> bool:
-        """True while notifications on their way need a poll now and then to make progress."""
-        return self._notifier.is_talking
-
     def next_due_s(self, now_s: float) -> float | None:
         """Return when the next poll is due if nothing happens before; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
@@ -216,6 +213,10 @@ class TransferEngine:
         if self.transfers.is_lingering:
             due_s.append(now_s + _LINGER_S)
         return min(due_s) if min(due_s) < math.inf else None
+
+    def drain(self, now_s: float) -> bool:
+        """Advance the reads under way, and begin none; return whether there are any."""
+        return not self._closed and self.consumer.drain(now_s)
 
     def close(self, now_s: float) -> None:
         """Close everything; no read can write into local memory after this."""
@@ -286,17 +287,6 @@ class TransferEngine:
             one_line(named(failed)),
             one_line(error),
         )
-
-    def _renew(
-        self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
-    ) -> None:
-        """Renew leases at an engine; if it is not connected, connect it for the next renewal."""
-        peer = self.peers.get_or_connect(address, now_s)
-        if peer.connection is None or self._notifier.renew(request_ids, peer.connection):
-            return
-        # It may have broken while it was idle. Waiting requests use the next connection.
-        logger.info("The connection with engine %s is broken.", quote(address.engine_id))
-        self.peers.break_off(peer.connection, now_s)
 
 
 def _may_begin(incoming: Incoming) -> bool:

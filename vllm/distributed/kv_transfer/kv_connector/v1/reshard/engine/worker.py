@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from vllm.platforms import current_platform
 
+from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
@@ -31,6 +32,7 @@ from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
+from ..transport.limits import listeners, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -87,6 +89,7 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        raise_file_limit()
         # Whether this worker reads from other engines.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
@@ -101,7 +104,9 @@ class ReshardWorker:
         self._cores = parents_cores() if self._on_cpu else None
         self._device = CacheDevice(on_cpu=self._on_cpu)
         # The objects below belong to the connector's thread once it has started.
+        others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
+        opened = listeners() - others
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
@@ -132,6 +137,8 @@ class ReshardWorker:
             renewals,
             stats,
         )
+        if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
+            self._transfer_engine.files.need(opened)
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]
@@ -199,6 +206,17 @@ class ReshardWorker:
         self.handshake = ReshardHandshakeMetadata(self._factors, encode_worker(description))
         self._thread.start()
 
+    def unregister_kv_caches(self) -> None:
+        """Refuse that their memory is taken away: 0.33 calls this before an engine sleeps.
+
+        Raises:
+            LocalLayoutError: Always.
+        """
+        raise LocalLayoutError(
+            "/sleep and /release_kv_cache_memory take the KV cache's memory away while other "
+            "engines may read it: start the engine with --enable-sleep-mode, or use /pause"
+        )
+
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over the scheduler's metadata of this step, without blocking."""
         self._thread.begin_step()
@@ -225,6 +243,11 @@ class ReshardWorker:
         """Return the requests collected as failed since the last call, with their blocks."""
         failed, self._report.failed = self._report.failed, {}
         return failed
+
+    def take_shortages(self) -> dict[str, str]:
+        """Return what has changed of `WorkerNews.shortages` since the last call."""
+        shortages, self._report.shortages = self._report.shortages, {}
+        return shortages
 
     def take_stats(self) -> ReshardStats | None:
         """Return the metrics collected since the last call; None without any."""

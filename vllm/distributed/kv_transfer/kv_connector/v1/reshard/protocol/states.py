@@ -38,7 +38,8 @@ class ReadState(Enum):
     """It is not offered yet. Its computed part is read, and may have to be read again."""
 
     WAITING = "waiting for its peer"
-    """It waits for its peer to be connected, and for its turn."""
+    """It waits for its peer to be connected, and for its turn. It does so once more if its read has
+    failed and nothing of it has arrived."""
 
     READING = "being read"
     """Its parts are queued, posted, or copied from the arena to its blocks."""
@@ -56,7 +57,7 @@ class ReadState(Enum):
 READ_TRANSITIONS: dict[ReadState, frozenset[ReadState]] = {
     ReadState.PREFETCHING: frozenset({ReadState.WAITING, ReadState.FAILED}),
     ReadState.WAITING: frozenset({ReadState.READING, ReadState.FAILED}),
-    ReadState.READING: frozenset({ReadState.CHECKING, ReadState.FAILED}),
+    ReadState.READING: frozenset({ReadState.CHECKING, ReadState.WAITING, ReadState.FAILED}),
     ReadState.CHECKING: frozenset({ReadState.ENDED, ReadState.FAILED}),
     ReadState.FAILED: frozenset({ReadState.ENDED}),
     ReadState.ENDED: frozenset(),

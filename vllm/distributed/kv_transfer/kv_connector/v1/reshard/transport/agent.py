@@ -30,6 +30,7 @@ from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.leg import Indices, Rows
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
+from .limits import require_room
 
 logger = init_logger(__name__)
 
@@ -115,7 +116,8 @@ class NixlAgent:
             the calling thread may.
 
     Raises:
-        LocalLayoutError: NIXL is not installed, or cannot open a backend.
+        LocalLayoutError: NIXL is not installed, lacks files, threads or ports, or cannot open a
+            backend.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class NixlAgent:
             raise LocalLayoutError(
                 "the Python package nixl cannot be imported: install nixl>=1.5 in this environment"
             )
+        require_room(num_threads)
         self.name = name
         self._memory = memory
         self._backends = list(backends)

@@ -44,6 +44,7 @@ from ..protocol.quoting import one_line, quote
 from ..protocol.trust import TrustedPeers, is_own
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
+from .limits import shortage, within_limit
 from .probe import MAX_AT_ONCE, MetadataProbe
 from .resolver import Resolver
 from .zmtp import (
@@ -65,7 +66,10 @@ MAX_PENDING = 4096
 """Handshakes under way, waiting ones included; further ones are refused at once."""
 
 MAX_CONNECTIONS = 512
-"""Connections at the same time, of five file descriptors each; further ones wait."""
+"""Connections at the same time; further ones wait. Fewer where their files are more than a quarter
+of this process's limit."""
+
+_FILES_PER_CONNECTION = 5
 
 SMALL_ANSWER_BYTES = 256 << 10
 """Answers up to this size are received without waiting. Eight workers' answer takes 100 KiB."""
@@ -263,6 +267,8 @@ class HandshakeClient:
             try:
                 if len(self._pending) >= MAX_PENDING:
                     raise RuntimeError(f"{MAX_PENDING} other engines are being asked")
+                if why := shortage():
+                    raise RuntimeError(why)
                 loop = self._loop or self._start()
                 shaking = self._shake_hands(handshake, deadline_s)
                 future = asyncio.run_coroutine_threadsafe(shaking, loop)
@@ -302,7 +308,8 @@ class HandshakeClient:
         )
         self._closing = asyncio.Event()
         self._breakdown: Exception | None = None
-        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        most = within_limit(MAX_CONNECTIONS, 1 / 4, _FILES_PER_CONNECTION)
+        self._connections = asyncio.Semaphore(most)
         self._trials = asyncio.Semaphore(MAX_AT_ONCE)
         self._allowance = Allowance(
             MAX_RANKS + _OTHER_FRAMES,
@@ -312,7 +319,7 @@ class HandshakeClient:
         )
         self._resolver = Resolver(self._trusted)
         self._context = zmq.asyncio.Context()
-        self._context.max_sockets = MAX_CONNECTIONS + _OTHER_SOCKETS
+        self._context.max_sockets = most + _OTHER_SOCKETS
         try:
             thread.start()
         except BaseException:

@@ -46,10 +46,8 @@ Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without 
 _RETRY_S = 5.0
 """Wait after a lane could not be made, for example because file descriptors ran out."""
 
-TALK_S = 0.25
-"""How long an agent without threads is polled after the first message to a worker, which waits for
-their connection. Once a read of the worker has completed, the call that sends a message sends it:
-none of 300 was late without a poll, over shared memory and over TCP (nixl 1.5.1)."""
+_LEAVES_S = 0.25
+"""How long the agent of a retired lane stays open for its last message."""
 
 
 class Lane:
@@ -67,7 +65,6 @@ class Lane:
             descriptors only with the agent (1.5.1, over TCP).
         retired_at_s: When it was retired; None while reads may begin on it.
         is_forced: Whether to close it once it is retired, even with reads in flight.
-        talks_until_s: Until when the agent may have to be polled for a message to leave.
         sent_by_s: When its last message has left, at the latest.
     """
 
@@ -77,7 +74,7 @@ class Lane:
         self.connections: dict[PeerConnection, None] = {}
         self.num_made = 0
         self.retired_at_s: float | None = None
-        self.talks_until_s = self.sent_by_s = 0.0
+        self.sent_by_s = 0.0
         self.is_forced = False
         # Connections with the same geometry share lists of our own memory.
         self._local: dict[bytes, Prepared] = {}
@@ -137,26 +134,14 @@ class Lane:
             del self._num_users[key]
             self.agent.release_prepared(self._local.pop(key))
 
-    def notify(self, name: str, message: bytes, now_s: float, *, is_first: bool) -> None:
+    def notify(self, name: str, message: bytes, now_s: float) -> None:
         """Send a message to a worker.
-
-        Args:
-            name: The worker.
-            message: The message.
-            now_s: The time.
-            is_first: Whether nothing has reached the worker yet.
 
         Raises:
             TransferError: It cannot be reached.
         """
         self.agent.notify(name, message)
-        self.sent_by_s = now_s + TALK_S
-        if is_first:
-            self.talks_until_s = self.sent_by_s
-
-    def progress(self) -> None:
-        """Let NIXL advance everything but reads, such as messages and their connections."""
-        self.agent.take_notifications()
+        self.sent_by_s = now_s + _LEAVES_S
 
     def summary(self, now_s: float) -> str:
         """Return a log line on its peers, the reads under way, and when it was retired."""

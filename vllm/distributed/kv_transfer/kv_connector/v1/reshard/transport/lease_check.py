@@ -206,11 +206,7 @@ class LeaseChecker:
         self._num_checks += 1
         try:
             while num_looks:
-                lookups = {
-                    each: self._ask(tasks, each, remote_request_id, due_at_s) for each in num_looks
-                }
-                while not all(each.is_answered for each in lookups.values()):
-                    await suspended()
+                lookups = await self._look_up(tasks, num_looks, remote_request_id, due_at_s)
                 rests_s = [
                     _judge(table, lookup, fingerprint, num_looks)
                     for table, lookup in lookups.items()
@@ -222,6 +218,30 @@ class LeaseChecker:
                     raise _not_offered(next(iter(num_looks)))
         finally:
             self._num_checks -= 1
+
+    async def reach(self, tasks: Tasks, tables: Iterable[PreparedTable]) -> None:
+        """Wait until a read of each table has completed, whatever the table holds.
+
+        Raises:
+            LeaseError: One cannot be read.
+        """
+        lookups = await self._look_up(tasks, tables, "", self._clock())
+        for each in lookups.values():
+            if each.fault is not None:
+                raise LeaseError(LeaseCheckFailure.PEER, each.fault)
+
+    async def _look_up(
+        self,
+        tasks: Tasks,
+        tables: Iterable[PreparedTable],
+        remote_request_id: RequestId,
+        due_at_s: float,
+    ) -> dict[PreparedTable, _Lookup]:
+        """Look up a request in some tables; return the lookups once all are answered."""
+        lookups = {each: self._ask(tasks, each, remote_request_id, due_at_s) for each in tables}
+        while not all(each.is_answered for each in lookups.values()):
+            await suspended()
+        return lookups
 
     def advance(self) -> None:
         """Post lookups, and answer those that were looked up.

@@ -33,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import os
 import socket
 import threading
 import time
@@ -62,6 +63,7 @@ from ..protocol.subscriptions import (
 )
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
+from .limits import within_limit
 from .zmtp import Allowance, first_of, relay_all
 
 logger = init_logger(__name__)
@@ -74,7 +76,10 @@ _BACKLOG = 4096
 further ones, and the other end retries after a second."""
 
 MAX_CONNECTIONS = 256
-"""Maximum open connections; a further one closes the oldest of the address that has most."""
+"""Maximum open connections; a further one closes the oldest of the address that has most. Fewer
+where their files are more than a quarter of this process's limit."""
+
+_FILES_PER_CONNECTION = 3
 
 #: interval connection: the side channel closes it. Clients have left by then.
 MAX_AGE_S = 30.0
@@ -142,6 +147,7 @@ class _Complaint(Enum):
     FAILURE = auto()
     KEY = auto()
     BREAKDOWN = auto()
+    LIMIT = auto()
 
 
 class HandshakeServer:
@@ -160,6 +166,8 @@ class HandshakeServer:
         engine_id: This engine's id, for those that ask for requests.
 
     Attributes:
+        shortage: Why this engine's workers cannot serve further ones, whom the server then refuses;
+            empty if they can. Any thread may set it.
         publisher: The requests that other engines may ask for. Belongs to the server's thread.
         came_round_s: When the scheduler last took up all requests that had arrived, by
             `time.monotonic`; infinite while it waits for some. The scheduler's thread sets it.
@@ -181,6 +189,7 @@ class HandshakeServer:
         self._has_news = asyncio.Event()
         self._host = host
         self._port = port
+        self.shortage = ""
         self._replies = {version: list(reply) for version, reply in replies.items()}
         self._key = key
         self._counters = ServerCounters()
@@ -202,7 +211,7 @@ class HandshakeServer:
         """Start listening; does nothing if the server has already started.
 
         Raises:
-            LocalChannelError: The address cannot be bound.
+            LocalChannelError: The address cannot be bound, or there is no thread.
         """
         with self._lock:
             if self._started is not None:
@@ -217,10 +226,13 @@ class HandshakeServer:
             )
             try:
                 thread.start()
-            except BaseException:
+            except RuntimeError as error:
                 listener.close()
                 loop.close()
-                raise
+                raise LocalChannelError(
+                    f"the side channel has no thread ({one_line(error)}): raise the limits of "
+                    "threads (ulimit -u, and pids.max of the container)"
+                ) from None
             self._started = _Started(thread, loop, stopping)
 
     def tell(self, event: Callable[[Publisher], None]) -> None:
@@ -316,8 +328,10 @@ class HandshakeServer:
                 self._key.configure_server(router)
                 monitor = router.get_monitor_socket(_LOCKED_OUT)
                 work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
-            limits = _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S
-            work.append(relay_all(listener, router, *limits, self._count_stranger))
+            most = within_limit(MAX_CONNECTIONS, 1 / 4, _FILES_PER_CONNECTION)
+            limits = _ALLOWANCE, most, MAX_AGE_S
+            heard = self._count_stranger, self._tell_limit
+            work.append(relay_all(listener, router, *limits, *heard))
             await first_of(*work)
         finally:
             context.destroy(linger=0)
@@ -339,6 +353,14 @@ class HandshakeServer:
         self._count(dropped=1)
         remedy = "harmless from a port scan or a health check; let only engines reach this port"
         self._complain(_Complaint.STRANGER, f"no engine has asked ({one_line(what)}): {remedy}")
+
+    def _tell_limit(self, error: OSError) -> None:
+        """Log why other engines are not accepted."""
+        self._complain(
+            _Complaint.LIMIT,
+            f"no engine is answered ({one_line(error)}): raise the limit of open files of this "
+            f"process (ulimit -n), and see what holds them (ls -l /proc/{os.getpid():d}/fd)",
+        )
 
     async def _answer_all(self, router: zmq.asyncio.Socket) -> NoReturn:
         """Receive messages, and answer those that are requests.
@@ -404,6 +426,14 @@ class HandshakeServer:
         verb, _, _ = request.verb.partition(b" ")
         theirs = read_verb(verb)
         version = None if theirs is None else SPOKEN.agreed(theirs)
+        if version is not None and self.shortage:
+            self._count(refused=1)
+            return [
+                encode_refusal(
+                    f"no further engine can be served, as {self.shortage} there: raise that "
+                    "engine's limit (ulimit -n), or have fewer engines read from it"
+                )
+            ]
         if version is not None:
             self._count(answered=1)
             return self._replies[version]

@@ -117,6 +117,12 @@ class RequestReads:
         self.error: PartError | None = None
         self.arrived: list[Arrived] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part has arrived, or may: its read is on its way and has not failed."""
+        posted = (each.transfer for each in self.parts if each.transfer is not None)
+        return bool(self.arrived) or any(each.ended_in is None for each in posted)
+
     async def landed(self) -> None:
         """Wait until all parts have arrived.
 
@@ -287,6 +293,12 @@ class Transfers:
         for each in reads.parts:
             each.unwanted = True
         self._end(self._queues, lambda each: each.reads is reads)
+
+    def give_up_all(self) -> None:
+        """Drain all queued parts; what arrives is of no use any more."""
+        for each in (*self._posted, *self._landed):
+            each.unwanted = True
+        self._end(self._queues, lambda _: True)
 
     def retire(self, connection: PeerConnection) -> None:
         """Fail all parts that are queued for a connection."""

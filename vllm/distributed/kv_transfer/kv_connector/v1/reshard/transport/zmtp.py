@@ -155,6 +155,7 @@ async def relay_all(
     max_connections: int,
     max_age_s: float,
     on_stranger: Callable[[ProtocolError], object] = lambda _: None,
+    on_limit: Callable[[OSError], object] = lambda _: None,
 ) -> NoReturn:
     """Relay each incoming TCP connection to a ZeroMQ socket, until cancelled.
 
@@ -166,6 +167,7 @@ async def relay_all(
             that has most of them.
         max_age_s: Maximum lifetime of a connection, in seconds.
         on_stranger: Called with the fault of a connection that is no engine's.
+        on_limit: Called each time that no connection can be accepted, with the reason.
     """
     relays: dict[asyncio.Task[None], str] = {}
 
@@ -183,8 +185,9 @@ async def relay_all(
         while True:
             try:
                 peer, place = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:
+            except OSError as error:
                 # No file descriptors are left until a connection ends.
+                on_limit(error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if len(relays) >= max_connections:

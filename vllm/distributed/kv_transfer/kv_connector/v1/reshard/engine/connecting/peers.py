@@ -25,6 +25,7 @@ from ...protocol.messages import RemoteEngineAddress
 from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
+from ...transport.limits import within_limit
 from ...transport.remote import LoweredEngine
 
 #: interval first retry: a peer whose handshake has failed may be asked again. Each failure doubles
@@ -36,6 +37,10 @@ LAST_RETRY_S = 30.0
 #: interval suspicion: a peer whose connection broke leaves the lane of the suspected.
 STEADY_S = 60.0
 """A peer whose reads have not failed for this long is no longer a suspect."""
+
+FILES_PER_CONNECTION = 10
+"""File descriptors of a connection with four UCX threads (nixl 1.5.1 over TCP). The bounds below
+are lowered where so many are more than a share of this process's limit."""
 
 MAX_CONNECTIONS = 32
 """Above this number, lanes unused for `IDLE_LANE_S` are renewed: each connection holds 2 file
@@ -434,9 +439,9 @@ class PeerTable:
     def _make_room(self, now_s: float) -> None:
         """Forget a peer if the table is full."""
         unproven = [peer for peer in self._peers.values() if not peer.is_proven]
-        if len(self._peers) >= MAX_PEERS:
+        if len(self._peers) >= within_limit(MAX_PEERS, 1 / 2, FILES_PER_CONNECTION):
             crowd = list(self._peers.values())
-        elif len(unproven) >= MAX_UNPROVEN:
+        elif len(unproven) >= within_limit(MAX_UNPROVEN, 1 / 8, FILES_PER_CONNECTION):
             crowd = unproven
         else:
             return
@@ -467,12 +472,13 @@ class PeerTable:
         would reconnect.
         """
         dead = {lane: lane.num_made - len(lane.connections) for lane in self.lanes.ready}
-        if sum(dead.values()) > MAX_DEAD_CONNECTIONS:
+        if sum(dead.values()) > within_limit(MAX_DEAD_CONNECTIONS, 1 / 8, FILES_PER_CONNECTION):
             self._retire_lane(max(dead, key=dead.__getitem__), now_s)
 
     @property
     def _has_too_many_connections(self) -> bool:
-        return sum(lane.num_made for lane in self.lanes.ready) > MAX_CONNECTIONS
+        bound = within_limit(MAX_CONNECTIONS, 1 / 4, FILES_PER_CONNECTION)
+        return sum(lane.num_made for lane in self.lanes.ready) > bound
 
     def _renew_lanes(self, now_s: float) -> None:
         """Free file descriptors: renew idle lanes, the one unused for longest first."""

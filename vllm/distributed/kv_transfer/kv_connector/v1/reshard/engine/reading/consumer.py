@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 from vllm.logger import init_logger
 
@@ -30,8 +31,9 @@ from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
+from ...transport.lease_check import LeaseError, PreparedTable
 from ...transport.remote import LocalCache
-from ...transport.transfers import Part, RequestReads, Transfers
+from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable, Turn
 from ..metadata import Report
 from ..queues import taken_once_done
@@ -176,6 +178,20 @@ class ConsumerSide:
             request.task.wake()
             self._tasks.run(now_s)
 
+    def renew(self, source: RemoteEngineAddress, request_ids: set[RequestId]) -> None:
+        """Renew the leases of some requests at an engine."""
+        self._tasks.start(self._renew(source, request_ids), self._leave_renewal)
+
+    def release_again(
+        self, broken: PeerConnection, receives: Iterable[Receive], now_s: float
+    ) -> None:
+        """Send releases of requests over another connection than the broken one."""
+        if not broken.lifetime.is_retired:
+            self._peers.break_off(broken, now_s)
+        for receive in receives:
+            again = self._release_blocks(receive, is_second=True)
+            self._tasks.start(again, self._leave_release)
+
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
         """Fail requests that another worker of this engine could not read."""
         for request_id in request_ids:
@@ -270,6 +286,14 @@ class ConsumerSide:
         lane.close()
         self._transfers.on_lane_closed(lane)
 
+    def drain(self, now_s: float) -> bool:
+        """Advance the reads under way, and begin none; return whether there are any."""
+        self._transfers.give_up_all()
+        self._transfers.advance(now_s)
+        for connection in self._looking:
+            connection.leases.advance()
+        return self._transfers.is_lingering or any(each.leases for each in self._looking)
+
     def take_report(self) -> Report:
         """Return what has become of requests since the last call."""
         self._tasks.run(self._now_s)
@@ -291,28 +315,21 @@ class ConsumerSide:
         receive = request.receive
         if receive.fault is not None:
             raise ReadError(receive.fault, ReadFailure.PARAMETERS)
-        # WAITING
-        connection, rest = await self._connected(request)
-        parts = self._cut(rest, connection, is_prefetch=False)
-        read_from = {part.leg.remote.peer for part in parts}
-        tables = [
-            table
-            for name, table in connection.lease_tables.items()
-            if name in read_from or request.prefetched is not None
-        ]
-        connection.lifetime.begin_request()
-        request.connection = connection
-        self._count(request)
-        request.enter(ReadState.READING, self._now_s)
-        self._transfers.start(request.reads, parts, connection)
-        await request.reads.landed()
+        # WAITING, then READING
+        try:
+            tables = await self._read_parts(request)
+        except PartError as error:
+            await self._wait_again(request, error)
+            tables = await self._read_parts(request)
         self._count(request)
         request.enter(ReadState.CHECKING, self._now_s)
         if not tables:
             # Nothing was read.
             return
+        connection = request.connection
+        assert connection is not None and request.peer is not None
+        assert receive.fingerprint is not None
         self._looking[connection] = None
-        assert receive.fingerprint is not None and request.peer is not None
         await connection.leases.confirm(
             self._tasks, receive.remote_request_id, receive.fingerprint, tables, request.due_at_s
         )
@@ -365,6 +382,54 @@ class ConsumerSide:
             if request.is_early and request.reads.error is not None:
                 self._invalidate(request)
 
+    async def _read_parts(self, request: IncomingRequest) -> list[PreparedTable]:
+        """Read all parts of a request, once it is its turn.
+
+        Returns:
+            The lease tables of the workers that it was read from.
+
+        Raises:
+            PartError: One of the parts has failed.
+        """
+        connection, rest = await self._connected(request)
+        parts = self._cut(rest, connection, is_prefetch=False)
+        legs = connection.legs if request.prefetched else [part.leg for part in parts]
+        connection.lifetime.begin_request()
+        request.connection = connection
+        self._count(request)
+        request.enter(ReadState.READING, self._now_s)
+        self._transfers.start(request.reads, parts, connection)
+        await request.reads.landed()
+        read_from = {leg.remote.peer for leg in legs}
+        return [table for name, table in connection.lease_tables.items() if name in read_from]
+
+    async def _wait_again(self, request: IncomingRequest, error: PartError) -> None:
+        """Have a request wait for the next connection, if nothing of it has arrived or may arrive.
+
+        Its connection may have died while it was idle, or its engine is back at its address. The
+        lease check tells whether the request is still held there.
+
+        Raises:
+            PartError: It has failed.
+        """
+        connection = request.connection
+        assert connection is not None
+        self._transfers.give_up(request.reads)
+        if error.is_local or request.reads.has_begun:
+            raise error
+        connection.lifetime.end_request()
+        self._peers.break_off(connection, self._now_s)
+        request.connection, request.reads.error = None, None
+        logger.info(
+            "Request %s is read from engine %s over a new connection: %s",
+            quote(request.request_id),
+            quote(request.receive.source.engine_id),
+            one_line(error),
+        )
+        request.enter(ReadState.WAITING, self._now_s)
+        # A failed read may still write, until its lane is closed.
+        await request.reads.drained()
+
     async def _connected(self, request: IncomingRequest) -> tuple[PeerConnection, Receive]:
         """Wait until a request's peer is connected and it is its turn.
 
@@ -402,17 +467,49 @@ class ConsumerSide:
         finally:
             turn.is_over = True
 
-    async def _release_blocks(self, receive: Receive) -> None:
-        """Have the producer of a request that needs no blocks free them."""
-        peer = self._peers.get_or_connect(receive.source, self._now_s)
-        # A release need not queue behind other requests' reads.
-        connection = peer.connection or await self._turn(peer, None)
-        self._notifier.release(receive, connection)
+    async def _release_blocks(self, receive: Receive, *, is_second: bool = False) -> None:
+        """Have the producers of a request free its blocks, once they can be told."""
+        try:
+            connection = await self._reached(receive.source)
+        except LeaseError:
+            if is_second:
+                raise
+            await self._release_blocks(receive, is_second=True)
+        else:
+            self._notifier.release(receive, connection, is_second=is_second)
 
     async def _leave_release(self, error: Exception | None) -> None:
         """End a release: one that fails leaves the blocks to their lease."""
-        if error is not None and not isinstance(error, ReadError):
-            logger.error("Blocks are freed when their lease runs out", exc_info=error)
+        if error is not None:
+            is_known = isinstance(error, ReadError | LeaseError)
+            log = logger.info if is_known else partial(logger.error, exc_info=error)
+            log("Blocks are freed when their lease runs out: %s", one_line(error))
+
+    async def _renew(self, source: RemoteEngineAddress, request_ids: set[RequestId]) -> None:
+        """Renew the leases of some requests at an engine."""
+        connection = await self._reached(source)
+        if not self._notifier.renew(request_ids, connection):
+            logger.info("The connection with engine %s is broken.", quote(source.engine_id))
+            self._peers.break_off(connection, self._now_s)
+
+    async def _leave_renewal(self, error: Exception | None) -> None:
+        """End a renewal: the next one comes before the lease expires."""
+        if error is not None and not isinstance(error, ReadError | LeaseError):
+            logger.error("Leases are not renewed this time", exc_info=error)
+
+    async def _reached(self, source: RemoteEngineAddress) -> PeerConnection:
+        """Wait until messages to all workers of an engine leave when they are sent.
+
+        Raises:
+            LeaseError: One of them cannot be read from.
+        """
+        peer = self._peers.get_or_connect(source, self._now_s)
+        # A message need not queue behind other requests' reads.
+        connection = peer.connection or await self._turn(peer, None)
+        if tables := connection.unreached:
+            self._looking[connection] = None
+            await connection.leases.reach(self._tasks, tables)
+        return connection
 
     def _add(
         self,
@@ -574,7 +671,10 @@ class ConsumerSide:
         producers = (peer and peer.connection) or request.connection
         if producers is None or (producers is request.connection and not producers.is_connected):
             return
-        self._notifier.release(request.receive, producers)
+        if producers.unreached:
+            self._tasks.start(self._release_blocks(request.receive), self._leave_release)
+        else:
+            self._notifier.release(request.receive, producers)
 
     def _set_deadline(self, request: IncomingRequest) -> None:
         request.due_at_s = self._now_s + self._timeout_s

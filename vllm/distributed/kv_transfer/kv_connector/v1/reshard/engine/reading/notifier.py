@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from vllm.logger import init_logger
 
@@ -19,10 +20,17 @@ from ...protocol.messages import (
 )
 from ...protocol.quoting import one_line, quote
 from ...transport.connection import PeerConnection
-from ...transport.lane import Lane
 from ..stats import ReshardStats
 
 logger = init_logger(__name__)
+
+
+class _Release(NamedTuple):
+    """A release to send to a producer; see `Notifier.release`."""
+
+    receive: Receive
+    entry: DoneEntry | GaveUpEntry
+    is_second: bool
 
 
 class Notifier:
@@ -39,16 +47,11 @@ class Notifier:
         self._name = name
         self._stats = stats
         # Releases to send to each producer at the end of a poll.
-        self._outgoing: dict[tuple[PeerConnection, str], list[DoneEntry | GaveUpEntry]] = {}
-        # Lanes with notifications that may still be on their way.
-        self._talking: dict[Lane, None] = {}
+        self._outgoing: dict[tuple[PeerConnection, str], list[_Release]] = {}
 
-    @property
-    def is_talking(self) -> bool:
-        """True while a notification may be on its way."""
-        return bool(self._talking)
-
-    def release(self, receive: Receive, producers: PeerConnection) -> None:
+    def release(
+        self, receive: Receive, producers: PeerConnection, *, is_second: bool = False
+    ) -> None:
         """Queue a notice, sent by `flush`, that a request's producers need not hold its blocks.
 
         Sends nothing if this worker has neither the secret nor the fingerprint of the offer.
@@ -56,6 +59,7 @@ class Notifier:
         Args:
             receive: The request.
             producers: The connection with the producers' engine.
+            is_second: Whether an earlier notice of it could not be sent.
         """
         request_id = receive.remote_request_id
         for peer, num_notifiers in producers.releases:
@@ -66,7 +70,8 @@ class Notifier:
                 entry = DoneEntry.of(request_id, num_notifiers, receive.fingerprint)
             else:
                 return
-            self._outgoing.setdefault((producers, peer), []).append(entry)
+            release = _Release(receive, entry, is_second)
+            self._outgoing.setdefault((producers, peer), []).append(release)
 
     def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> bool:
         """Renew the leases of some requests at their producers.
@@ -78,31 +83,33 @@ class Notifier:
         errors = [self._notify(producers, peer, messages) for peer, _ in producers.releases]
         return not any(errors)
 
-    def flush(self) -> None:
-        """Send the queued releases: one notification to each producer, or a few long ones."""
+    def flush(self) -> dict[PeerConnection, list[Receive]]:
+        """Send the queued releases: one notification to each producer, or a few long ones.
+
+        Returns:
+            Requests whose first release could not be sent, by the connection that is broken.
+        """
+        unsent: dict[PeerConnection, list[Receive]] = {}
         while self._outgoing:
             producers, peer = to = next(iter(self._outgoing))
-            entries = self._outgoing.pop(to)
+            releases = self._outgoing.pop(to)
             try:
+                entries = [each.entry for each in releases]
                 done = [entry for entry in entries if isinstance(entry, DoneEntry)]
                 gave_up = [entry for entry in entries if isinstance(entry, GaveUpEntry)]
                 messages = encode_done(self._name, done) + encode_gave_up(self._name, gave_up)
                 if error := self._notify(producers, peer, messages):
-                    # A broken connection is known already, and logged elsewhere.
-                    log = logger.debug if producers.lifetime.is_retired else logger.warning
-                    log("%s: its blocks are freed when their lease runs out", one_line(error))
+                    again = [each.receive for each in releases if not each.is_second]
+                    unsent.setdefault(producers, []).extend(again)
+                    if len(again) < len(releases):
+                        logger.warning(
+                            "%s: its blocks are freed when their lease runs out", one_line(error)
+                        )
             except Exception:
                 logger.exception(
                     "%s is not told: blocks are freed when their lease runs out", quote(peer)
                 )
-
-    def advance(self, now_s: float) -> None:
-        """Let NIXL make progress with notifications that may be on their way."""
-        for lane in list(self._talking):
-            if lane.agent.is_open and now_s < lane.talks_until_s:
-                lane.progress()
-            else:
-                del self._talking[lane]
+        return unsent
 
     def _notify(
         self, producers: PeerConnection, peer: str, messages: Iterable[bytes]
@@ -111,7 +118,6 @@ class Notifier:
         for message in messages:
             try:
                 producers.notify(peer, message)
-                self._talking[producers.lane] = None
                 self._stats.record_notification()
             except TransferError as error:
                 # The producer frees the blocks when their lease runs out.

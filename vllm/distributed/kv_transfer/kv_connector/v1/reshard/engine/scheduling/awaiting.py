@@ -34,6 +34,11 @@ class AwaitedRequests:
             if self._untold.pop(request_id, None) is None:
                 self._ended.add(request_id)
 
+    @property
+    def has_untold(self) -> bool:
+        """Whether the workers have to be told of a request, without which no lease is renewed."""
+        return bool(self._untold)
+
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Move what has changed since the last step into a step's metadata."""
         metadata.awaited, self._untold = self._untold, {}

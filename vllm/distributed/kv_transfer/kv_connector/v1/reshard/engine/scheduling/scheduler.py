@@ -44,6 +44,7 @@ from ...protocol.params import (
 from ...protocol.quoting import one_line, quote
 from ...protocol.subscriptions import Computed, Gone, News, Offered
 from ...protocol.trust import without_brackets
+from ...transport.limits import raise_file_limit
 from ...transport.side_channel import HandshakeServer
 from ...transport.subscriber import Subscriber
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
@@ -146,6 +147,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
         self._stats = ReshardStats()
+        raise_file_limit()
+        self._shortages: dict[str, str] = {}
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
         self._reads = ReadBook(self._stats.record_blocks_in_doubt)
@@ -161,12 +164,17 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """Answer other engines' handshakes with the descriptions of all workers.
 
+        Later bases call this again when an engine wakes up. Its caches are where they were, as it
+        does not take their memory away, and it goes on answering.
+
         Args:
             metadata: Handshakes of the workers, by (pp_rank, tp_rank).
 
         Raises:
             LocalChannelError: The side channel's port cannot be used.
         """
+        if self._server is not None:
+            return
         handshakes: dict[tuple[int, int], ReshardHandshakeMetadata] = {}
         for rank, handshake in metadata.items():
             assert isinstance(handshake, ReshardHandshakeMetadata)
@@ -488,6 +496,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
                 self._parking.leave(request_id)
+            self._shortages |= told.shortages
+            if self._server is not None:
+                self._server.shortage = next(filter(None, self._shortages.values()), "")
         self._prompts.end(connector_output.finished_sending or (), "it is not held there any more")
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
@@ -500,8 +511,15 @@ class ReshardScheduler(NixlConnectorScheduler):
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step even without requests, to free blocks."""
-        return self._reads.num_taken_blocks > 0 or self._parking.has_given_up
+        """Return whether the engine must step even if it has nothing to compute, or is paused.
+
+        Then to free blocks, or to tell workers whose leases they renew from now on.
+        """
+        return (
+            self._reads.num_taken_blocks > 0
+            or self._awaited.has_untold
+            or self._parking.has_given_up
+        )
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
         """Return what to read for a request."""
