@@ -34,7 +34,7 @@ from ..transport.cpu import compute_alone, parents_cores
 from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
-from ..transport.limits import listeners, raise_file_limit
+from ..transport.limits import listeners, listeners_told, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -109,7 +109,7 @@ class ReshardWorker:
         # The objects below belong to the connector's thread once it has started.
         others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
-        opened = listeners() - others
+        opened = listeners_told(agent.metadata(), others)
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
