@@ -109,7 +109,6 @@ class ReshardWorker:
         # The objects below belong to the connector's thread once it has started.
         others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
-        opened = listeners_told(agent.metadata(), others)
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
@@ -145,7 +144,7 @@ class ReshardWorker:
             early=early,
         )
         if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
-            self._transfer_engine.files.need(opened)
+            self._transfer_engine.files.need(listeners_told(agent.metadata(), others))
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]
