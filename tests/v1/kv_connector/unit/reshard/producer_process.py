@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -53,19 +53,8 @@ class Producer:
 @contextmanager
 def serving_producer(head_size: int, port: int = 0) -> Iterator[Producer]:
     """Start a process that holds `BLOCKS` as `p-a` and as `p-b`."""
-    context = forking()
-    ours, theirs = context.Pipe()
-    # It has a process of its own, too.
-    process = context.Process(target=_serve, args=(theirs, head_size, port))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(ANSWER_S), "the producer does not answer"
-        yield Producer(process, ours.recv(), ours)
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+    with _started(_serve, head_size, port) as (process, pipe):
+        yield Producer(process, pipe.recv(), pipe)
 
 
 @dataclass
@@ -98,15 +87,25 @@ class Reader:
 @contextmanager
 def reading_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Reader]:
     """Start a process that is connected with an engine, and may read `BLOCKS` from it."""
+    with _started(_read, source, head_size) as (process, pipe):
+        assert pipe.recv() == "connected"
+        yield Reader(process, pipe)
+
+
+@contextmanager
+def _started(
+    target: Callable[..., None], *arguments: object
+) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Start a process that is given a pipe; gives it once it has said something over that."""
     context = forking()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_read, args=(theirs, source, head_size))
+    # It has a process of its own, too.
+    process = context.Process(target=target, args=(theirs, *arguments))
     process.start()
     theirs.close()
     try:
-        assert ours.poll(ANSWER_S), "the reader does not answer"
-        assert ours.recv() == "connected"
-        yield Reader(process, ours)
+        assert ours.poll(ANSWER_S), "the process does not answer"
+        yield process, ours
     finally:
         process.kill()
         process.join()
@@ -117,10 +116,7 @@ def _read(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> None
     """Read what nobody offers, so that it can be read again, and close the engine when told."""
     os.environ["UCX_TLS"] = "tcp"
     engine = Engine("decode", head_size=head_size)
-    progress, wanted = (
-        Progress(engine),
-        receive(source, [3, 4, 1], BLOCKS, remote_request_id="none"),
-    )
+    progress = Progress(engine)
     (transfer_engine,) = engine.transfer_engines.values()
     engine.start(awaited={"d": RemoteRequest(source, "none")})
     wait_until(lambda: engine.is_connected_with(source))

@@ -278,6 +278,8 @@ def test_stats_reach_prometheus(engines):
             """Note a value."""
             self.seen.setdefault(self.name, []).append(value)
 
+        set = observe
+
         inc = observe
 
     kinds = dict.fromkeys((Counter, Gauge, Histogram), Recording)

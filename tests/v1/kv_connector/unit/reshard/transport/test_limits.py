@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits impor
     FileWatch,
     count_files,
     listeners,
+    listeners_told,
     require_room,
     within_limit,
 )
@@ -167,6 +169,22 @@ def test_shortage_is_told_when_it_begins_and_ends(counted, warnings):
     assert recorded == [0.5, 0.81, 0.9, 0.78, 0.6, 0.6]
     (warning,) = warnings
     assert warning.startswith("81 of 100 files are open, ") and "ulimit -n" in warning
+
+
+def test_listeners_of_an_agent_are_told_apart(monkeypatch):
+    """One that another thread opens meanwhile is not the agent's, and may be closed."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    others = listeners()
+    agent = NixlAgent(f"agent-{uuid.uuid4()}", num_threads=0)
+    own = listeners() - others
+    # A port that the agent's metadata has no two bytes of by chance.
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            if server.getsockname()[1].to_bytes(2, "big") not in agent.metadata():
+                break
+        assert listeners_told(agent.metadata(), others) == own and own
+    agent.close()
 
 
 def test_socket_that_is_needed_is_missed_once_it_is_closed():

@@ -104,12 +104,21 @@ def test_producer_that_cannot_be_told_costs_the_others_nothing(is_second, caplog
     notifier, receives = Notifier("d0", stats), [read_of("p-a"), replace(read_of("p-b"), secret=7)]
     for receive in receives:
         notifier.release(receive, producers, is_second=is_second)
-    assert notifier.flush() == {producers: [] if is_second else receives}
+    lost = {} if is_second else {each.remote_request_id: each for each in receives}
+    assert notifier.flush() == {producers: lost}
     assert {peer for peer, _ in producers.sent} == {"p1"}
     assert stats.data["num_failed_notifications"] == [1.0]
     warnings = [each for each in caplog_vllm.records if each.levelname == "WARNING"]
     assert sum("p0 cannot be told" in each.getMessage() for each in warnings) == is_second
     assert notifier.flush() == {}
+
+
+def test_request_is_given_back_once_for_all_producers_that_cannot_be_told():
+    """It is released at all of them again, and not as often as there are producers."""
+    producers, receive = RecordingConnection("p0", "p1"), read_of("p-a")
+    notifier = Notifier("d0", ReshardStats())
+    notifier.release(receive, producers)
+    assert notifier.flush() == {producers: {"p-a": receive}}
 
 
 def test_producer_that_cannot_be_told_is_tried_once_a_turn():

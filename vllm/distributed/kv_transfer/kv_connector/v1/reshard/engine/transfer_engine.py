@@ -178,7 +178,7 @@ class TransferEngine:
         """
         # Before closing connections, over which the notifications are sent.
         for connection, receives in self._notifier.flush().items():
-            self.consumer.release_again(connection, receives, now_s)
+            self.consumer.release_again(connection, receives.values(), now_s)
         for connection in self.peers.take_drained():
             try:
                 connection.close()

@@ -32,7 +32,7 @@ from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
-from ..transport.limits import listeners, raise_file_limit
+from ..transport.limits import listeners, listeners_told, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.sockets import Receiver
@@ -106,7 +106,6 @@ class ReshardWorker:
         # The objects below belong to the connector's thread once it has started.
         others = listeners()
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
-        opened = listeners() - others
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
@@ -138,7 +137,7 @@ class ReshardWorker:
             stats,
         )
         if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
-            self._transfer_engine.files.need(opened)
+            self._transfer_engine.files.need(listeners_told(agent.metadata(), others))
         self._clock = clock
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]

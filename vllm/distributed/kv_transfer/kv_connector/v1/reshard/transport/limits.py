@@ -23,7 +23,7 @@ import psutil
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError, LocalLayoutError
-from ..protocol.quoting import quote
+from ..protocol.quoting import one_line, quote
 
 logger = init_logger(__name__)
 
@@ -152,6 +152,19 @@ def listeners() -> set[tuple[int, int]]:
     }
 
 
+def listeners_told(metadata: bytes, others: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the listeners of a NIXL agent.
+
+    Another thread may have opened one meanwhile, and may close it: only those count whose ports the
+    agent's metadata tells, in network byte order.
+
+    Args:
+        metadata: The agent's metadata.
+        others: The listeners before it was made.
+    """
+    return {each for each in listeners() - others if each[1].to_bytes(2, "big") in metadata}
+
+
 class FileWatch:
     """Looks now and then whether this process's files run out. Belongs to one thread.
 
@@ -194,7 +207,7 @@ class FileWatch:
             logger.warning(
                 "%s, so that no further engine is met: raise this process's limit (ulimit -n), "
                 "and see what holds them (ls -l /proc/%d/fd).",
-                self.shortage,
+                one_line(self.shortage),
                 os.getpid(),
             )
         return bool(self.shortage) != bool(before)

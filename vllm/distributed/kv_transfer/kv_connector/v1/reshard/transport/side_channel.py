@@ -430,8 +430,8 @@ class HandshakeServer:
             self._count(refused=1)
             return [
                 encode_refusal(
-                    f"no further engine can be served, as {self.shortage} there: raise that "
-                    "engine's limit (ulimit -n), or have fewer engines read from it"
+                    f"no further engine can be served, as {one_line(self.shortage)} there: raise "
+                    "that engine's limit (ulimit -n), or have fewer engines read from it"
                 )
             ]
         if version is not None:

@@ -83,13 +83,14 @@ class Notifier:
         errors = [self._notify(producers, peer, messages) for peer, _ in producers.releases]
         return not any(errors)
 
-    def flush(self) -> dict[PeerConnection, list[Receive]]:
+    def flush(self) -> dict[PeerConnection, dict[RequestId, Receive]]:
         """Send the queued releases: one notification to each producer, or a few long ones.
 
         Returns:
-            Requests whose first release could not be sent, by the connection that is broken.
+            Requests whose first release could not be sent, by the connection that is broken and
+            their ids there: once, however many of their producers could not be told.
         """
-        unsent: dict[PeerConnection, list[Receive]] = {}
+        unsent: dict[PeerConnection, dict[RequestId, Receive]] = {}
         while self._outgoing:
             producers, peer = to = next(iter(self._outgoing))
             releases = self._outgoing.pop(to)
@@ -100,7 +101,8 @@ class Notifier:
                 messages = encode_done(self._name, done) + encode_gave_up(self._name, gave_up)
                 if error := self._notify(producers, peer, messages):
                     again = [each.receive for each in releases if not each.is_second]
-                    unsent.setdefault(producers, []).extend(again)
+                    lost = unsent.setdefault(producers, {})
+                    lost.update((each.remote_request_id, each) for each in again)
                     if len(again) < len(releases):
                         logger.warning(
                             "%s: its blocks are freed when their lease runs out", one_line(error)
