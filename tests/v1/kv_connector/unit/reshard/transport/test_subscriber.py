@@ -89,6 +89,18 @@ def test_news_comes_as_it_is(serve, ask, has_key):
     assert server.counters.answered == 1
 
 
+def test_answers_are_heard_at_once_after_a_rest(serve, ask, monkeypatch):
+    """A connection that nothing is waited for over is used by the next question."""
+    monkeypatch.setattr(subscriber, "_LINGER_MS", 10_000 * DEADLINE_S)
+    server, (client, heard) = serve(), ask()
+    for number in range(3):
+        asker = client.ask(place(server), f"n{number}", number)
+        server.tell(lambda publisher, n=number: publisher.add(f"r{n}", f"n{n}", n))
+        server.tell(lambda publisher, n=number: publisher.offer(f"r{n}", {}, 0))
+        until(lambda asker=asker: Offered(asker, {}, 0) in heard)
+    assert server.counters.answered == 1
+
+
 def test_more_questions_than_a_connection_hears(serve, ask):
     """Further ones go over another."""
     server, (client, heard) = serve(), ask()

@@ -239,9 +239,11 @@ class HandshakeServer:
         """Have the publisher hear of an event; any thread may call it."""
         self._said.append(event)
         if len(self._said) == 1 and (started := self._started) is not None:
-            # The loop is closed if the thread has ended by itself.
-            with suppress(RuntimeError):
+            try:
                 started.loop.call_soon_threadsafe(self._has_news.set)
+            except RuntimeError:
+                # The thread has ended by itself: nobody will hear of anything.
+                self._said.clear()
 
     def close(self) -> None:
         """Stop listening and wait until the thread has ended; may be called repeatedly."""
@@ -385,14 +387,15 @@ class HandshakeServer:
         Raises:
             ZMQError: The socket has become unusable.
         """
+        expires_at_s = 0.0
         while True:
+            delay_s = _EXPIRY_INTERVAL_S if self.publisher.num_subscribers else None
             try:
                 while self._said:
-                    self._said[0](self.publisher)
-                    self._said.popleft()
-                delay_s = None if not self.publisher.num_subscribers else _EXPIRY_INTERVAL_S
-                now_s = time.monotonic()
-                self.publisher.expire(now_s, min(self.came_round_s, now_s))
+                    self._said.popleft()(self.publisher)
+                if (now_s := time.monotonic()) >= expires_at_s:
+                    self.publisher.expire(now_s, min(self.came_round_s, now_s))
+                    expires_at_s = now_s + _EXPIRY_INTERVAL_S
                 for connection, news in self.publisher.take().items():
                     for frame in encode_news(news):
                         if await _send(router, connection, [frame]) == errno.EAGAIN:
@@ -402,7 +405,6 @@ class HandshakeServer:
             except zmq.ZMQError:
                 raise
             except Exception as error:
-                self._said.popleft() if self._said else None
                 self._complain(_Complaint.FAILURE, f"news was not sent: {error!r}")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_news.wait(), delay_s)

@@ -63,7 +63,7 @@ ANSWERS_WITHIN_S = 10.0
 MAX_ENGINES = 128
 """Engines that are asked at the same time, of five file descriptors a session."""
 
-_LINGER_S = 5.0
+_LINGER_MS = 5000
 """How long a session stays open that nothing is waited for over."""
 _QUESTION_BYTES = 40 << 10
 """Bytes of questions in a session: a side channel hears of no more than 64 KiB."""
@@ -359,6 +359,11 @@ class Subscriber:
     ) -> NoReturn:
         """Pass on the news of what this session has asked for."""
         while True:
+            # More may be asked for while this waits.
+            if not await client.poll(_LINGER_MS):
+                if not session.asked and not channel.queue:
+                    raise ConnectionResetError("nothing is waited for")
+                continue
             frames = await client.recv_multipart()
             news = decode_answer(frames[-1])
             if not isinstance(news, list):
@@ -372,10 +377,6 @@ class Subscriber:
                 else:
                     channel.known_at[each.asker] = engine_id
                     self._on_news(each)
-            if not session.asked and not channel.queue:
-                await asyncio.sleep(_LINGER_S)
-                if not session.asked and not channel.queue:
-                    raise ConnectionResetError("nothing is waited for")
 
     def _settle(self, channel: _Channel, news: Offered | Gone) -> None:
         """Pass on the last news of a question."""
