@@ -381,16 +381,6 @@ def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, po
     assert d.serving.finished[later] is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_engine_without_the_option_is_told_from_others(wholes, policy):
-    """It says nothing of its requests: nobody waits for it."""
-    p = wholes("prefill", {})
-    d = wholes("decode", OPTION, policy=policy, **OPTION)
-    d.serving.add(DECODED, coordinates(p))
-    until(lambda: is_quiet(d), d)
-    assert_ended_by(policy, d)
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

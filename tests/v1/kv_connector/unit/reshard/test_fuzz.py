@@ -168,7 +168,7 @@ def test_notifications(count):
 @often
 def test_parameters(count, monkeypatch):
     """They lead to a source that can be, or a fault; a scheduler believes what it is given then."""
-    monkeypatch.setattr(Subscriber, "_put", lambda *_: None)
+    monkeypatch.setattr(Subscriber, "ask", lambda *_: None)
     random, readers = Random(SEED), [scheduler(), scheduler(bidirectional=True)]
     text = json.dumps(PARAMS | {"remote_secret": "0123456789abcdef"}).encode()
     num_sound = num_read = 0

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions
     Computed,
     Gone,
     Known,
+    Leave,
     Offered,
 )
 
@@ -29,14 +30,10 @@ class Asked:
     def __init__(self) -> None:
         self.left: list[str] = []
 
-    def ask(self, place, name, content) -> str:
-        """Ask for a request."""
-        return f"asks for {name}"
-
-    def leave(self, place, name, content=None, asker=None) -> str:
-        """Say that nobody reads it."""
-        self.left.append(asker or f"leaves {name}")
-        return self.left[-1]
+    def ask(self, place, question) -> None:
+        """Ask for a request, or say that nobody reads it."""
+        if isinstance(question, Leave):
+            self.left.append(question.asker)
 
 
 def parking(*names: str, most_blocks: int = 0) -> tuple[Parking, Asked, list[str]]:
@@ -46,7 +43,7 @@ def parking(*names: str, most_blocks: int = 0) -> tuple[Parking, Asked, list[str
     for name in names:
         request = SimpleNamespace(request_id=name)
         resume = lambda name=name: resumed.append(name)  # noqa: E731
-        found.park(Parked(request, name, PLACE, name, 0.0, 3, resume, 7))
+        found.park(Parked(request, name, PLACE, name, 0.0, 3, resume, 7, f"asks for {name}"))
     return found, asked, resumed
 
 
@@ -112,8 +109,8 @@ def test_request_that_the_api_server_refuses_is_given_up_unseen():
     """It has no prompt that would tell it apart."""
     waits, asked, resumed = parking()
     request = SimpleNamespace(request_id="x")
-    waits.park(Parked(request, "x", PLACE, "x", 0.0, 1, lambda: resumed.append("x"), None))
-    assert asked.left == ["leaves x"] and not len(waits)
-    waits.deliver(Offered("leaves x", {"of": "x"}, 0))
+    waits.park(Parked(request, "x", PLACE, "x", 0.0, 1, lambda: resumed.append("x"), None, "x"))
+    assert asked.left == ["x"] and not len(waits)
+    waits.deliver(Offered("x", {"of": "x"}, 0))
     assert resumed == ["x"] and waits.holds_back("x", 99)
     assert waits.take_given_up() == [{"of": "x"}]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks prefill engines for requests over their side channels: see `protocol.subscriptions`.
 
-    ask, leave  --- queue of an engine --->  session  <--- TCP --->  that engine's side channel
-    on_news     <--------------------------
+    ask      --- queue of an engine --->  session  <--- TCP --->  that engine's side channel
+    on_news  <--------------------------
 
 A session is one connection. Its server closes it after a while, and hears no more than some KiB
 over it; then the next session asks for what is still waited for. There is no deadline while an
@@ -15,7 +15,6 @@ import asyncio
 import errno
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from ..protocol.subscriptions import (
     Ask,
     Gone,
     Hello,
-    Leave,
     News,
     Offered,
     Question,
@@ -142,26 +140,15 @@ class Subscriber:
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, place: RemoteEngineAddress, name: str, content: int) -> str:
-        """Ask for a request; return the number of the question."""
-        asker = uuid.uuid4().hex
-        self._put(place, Ask(asker, name, content))
-        return asker
-
-    def leave(
-        self,
-        place: RemoteEngineAddress,
-        name: str,
-        content: int | None = None,
-        asker: str | None = None,
-    ) -> str:
-        """Say that a request will not be read; return the number of the question.
-
-        `Offered` or `Gone` answers it.
-        """
-        asker = asker or uuid.uuid4().hex
-        self._put(place, Leave(asker, name, content))
-        return asker
+    def ask(self, place: RemoteEngineAddress, question: Question) -> None:
+        """Ask a question; `Offered` or `Gone` is the last answer."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._started().call_soon_threadsafe(self._take, place, question)
+            except (OSError, RuntimeError) as error:
+                self._on_news(Gone(question.asker, f"it cannot be asked for: {one_line(error)}"))
 
     def close(self) -> None:
         """End all sessions and the thread; may be called repeatedly."""
@@ -173,17 +160,24 @@ class Subscriber:
                 loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
-    def _put(self, place: RemoteEngineAddress, question: Question) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._loop,), name="reshard-subscriber", daemon=True
-                )
-                self._thread.start()
-            self._loop.call_soon_threadsafe(self._take, place, question)
+    def _started(self) -> asyncio.AbstractEventLoop:
+        """Return the thread's loop; start it with the first question.
+
+        Raises:
+            OSError, RuntimeError: The process has too few files or threads left.
+        """
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(
+                target=self._run, args=(loop,), name="reshard-subscriber", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                loop.close()
+                raise
+            self._loop, self._thread = loop, thread
+        return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop until `close`."""

@@ -18,16 +18,17 @@ it waits for these.
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ...protocol.ids import BlockIds, RequestId
 from ...protocol.messages import RemoteEngineAddress
 from ...protocol.params import Params
-from ...protocol.subscriptions import Computed, Gone, Known, News, Offered
+from ...protocol.subscriptions import Ask, Computed, Gone, Known, Leave, News, Offered
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -63,7 +64,7 @@ class Parked:
     num_blocks: int
     resume: Callable[[], None] | None
     content: int | None
-    asker: str = ""
+    asker: str = field(default_factory=lambda: uuid.uuid4().hex)
     news: News | None = None
     has_waited: bool = False
     is_resumed: bool = False
@@ -93,7 +94,7 @@ class Parking:
         self._asked: dict[str, Parked] = {}
         # Those that have left, and that vLLM may yet be told to add.
         self._left: dict[RequestId, Parked] = {}
-        # Guards `_inbox` and `Parked.is_resumed`.
+        # Guards `Parked.resume` and `Parked.is_resumed`: vLLM is told once of what it has not seen.
         self._lock = Lock()
         self._inbox: deque[News] = deque()
         # Requests with blocks whose news was not taken.
@@ -116,21 +117,19 @@ class Parking:
             parked = self._asked.get(news.asker)
             if parked is None or parked.resume is None or isinstance(news, Known):
                 return
-            if parked.is_resumed:
-                return
-            parked.is_resumed = True
-            parked.resume()
+            if not parked.is_resumed:
+                parked.is_resumed = True
+                parked.resume()
 
     def park(self, parked: Parked) -> None:
         """Have a request wait; without the digest of its prompt, say that nobody will read it."""
+        self._asked[parked.asker] = parked
         if parked.content is None:
-            parked.asker = self._subscriber.leave(parked.place, parked.name)
             self._left[parked.request_id] = parked
+            self._subscriber.ask(parked.place, Leave(parked.asker, parked.name))
         else:
             self._parked[parked.request_id] = parked
-            parked.asker = self._subscriber.ask(parked.place, parked.name, parked.content)
-        with self._lock:
-            self._asked[parked.asker] = parked
+            self._subscriber.ask(parked.place, Ask(parked.asker, parked.name, parked.content))
 
     def holds_back(self, request_id: RequestId, free_blocks: int) -> bool | None:
         """Return whether vLLM must not add a request; None if it does not wait here."""
@@ -140,16 +139,16 @@ class Parking:
         has_left = request_id in self._left
         with self._lock:
             parked.is_resumed = False
-        self.hear()
-        if has_left:
-            if parked.asker not in self._asked:
-                self._left.pop(request_id, None)
-            return True
-        if not self.may_have_blocks(request_id, free_blocks):
-            return True
-        # It is in vLLM's scheduler from now on.
-        parked.resume = None
-        return False
+            self.hear()
+            if has_left:
+                if parked.asker not in self._asked:
+                    self._left.pop(request_id, None)
+                return True
+            if not self.may_have_blocks(request_id, free_blocks):
+                return True
+            # It is in vLLM's scheduler from now on.
+            parked.resume = None
+            return False
 
     def may_have_blocks(self, request_id: RequestId, free_blocks: int) -> bool:
         """Return whether a request may get blocks now, while `free_blocks` blocks are free."""
@@ -190,7 +189,8 @@ class Parking:
         if parked.is_settled:
             self._end(parked)
         else:
-            self._subscriber.leave(parked.place, parked.name, parked.content, parked.asker)
+            left = Leave(parked.asker, parked.name, parked.content)
+            self._subscriber.ask(parked.place, left)
         return parked
 
     def hear(self) -> None:
