@@ -40,8 +40,8 @@ _MODULE = f"{__package__}.stock"
 # has them.
 _FORKS_HOOKS = frozenset(
     {
-        "bind_engine_wakeup",
-        "get_idle_timeout",
+        "drop_held",
+        "hold_back",
         "prefer_cross_layer_blocks",
         "register_cross_layers_kv_cache",
         "take_first_outputs",

@@ -95,8 +95,8 @@ def test_everything_but_a_gpu(stock_site: Path) -> None:
     }
     assert (told["abstract"], told["uncalled"]) == ([], [])
     assert told["forks"] == [
-        "bind_engine_wakeup",
-        "get_idle_timeout",
+        "drop_held",
+        "hold_back",
         "prefer_cross_layer_blocks",
         "register_cross_layers_kv_cache",
         "take_first_outputs",

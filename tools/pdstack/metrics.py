@@ -30,7 +30,7 @@ class NixlCounters:
     """Counters of one engine since it started, summed over its ranks.
 
     Attributes:
-        prefill_waits: prompts computed elsewhere that its workers have waited for.
+        prefill_waits: prompts computed elsewhere that it has waited for.
         prefetched_bytes: what they have read while these were computed.
         first_tokens: answers that begin with the prefill engine's token.
         staged_bytes: what they have read by way of their staging arenas.

@@ -91,7 +91,7 @@ def check_whole(history: History) -> list[Violation]:
     """
     works = history.work().values()
     seen = {
-        "no worker has waited for a prompt": sum(each.early for each in works),
+        "no engine has waited for a prompt": sum(each.early for each in works),
         "no byte was read before its prompt was offered": sum(
             each.prefetched_bytes for each in works
         ),

@@ -7,7 +7,7 @@ which. So the engine is brought into the state, and kept there until it is struc
     known       its seats are taken by requests that write long answers; others queue
     computing   most of its pool is held for reads that do not come; no prompt comes to its end:
                 each is preempted, and waits until there are blocks for all of it
-    offered     workers of the decode engines are stopped before, so that they see no offer
+    offered     workers of the decode engines are stopped before, so that none reads the offer
 
 There is no load meanwhile: states are what they are planned to be, and limits are those of the
 engines, with a margin for the machine.
@@ -39,8 +39,8 @@ MACHINE_MARGIN_S = 5.0
 """So much longer it may take on two cores, and until a decode engine that computes what it cannot
 read has done so. It is less than lies between the two limits."""
 
-_LOOKED_S = 1.0
-"""By then a decode engine that is connected has looked, which it does each 10 ms at most."""
+_HEARD_S = 1.0
+"""By then a decode engine has heard of a request, even on two cores."""
 
 _SEEN_WITHIN_S = 60.0
 
@@ -124,7 +124,7 @@ class EarlyNemesis:
                 else:
                     self._fleet.kill(target)
             if state is PromptState.OFFERED:
-                # Decode engines go on, and look, only now.
+                # Decode engines go on, and read, only now.
                 at_s = self._recorder.now_s()
             is_told = blow is not Blow.STOP and state is not PromptState.OFFERED
             self._expect(_STRUCK, at_s, TOLD_WITHIN_S if is_told else MISSED_WITHIN_S)
@@ -177,7 +177,7 @@ class EarlyNemesis:
         self._see(target, "full", lambda pool: pool.running >= MOST_AT_ONCE)
         asked = ask()
         pool = self._see(target, "known", lambda pool: pool.waiting >= len(asked))
-        self._wait(_LOOKED_S)
+        self._wait(_HEARD_S)
         return asked, f"{pool.running:.0f} requests ran and {pool.waiting:.0f} waited"
 
     def _let_compute(self, target: str, ask: AskAll) -> tuple[list[EarlyAsk], str]:
@@ -195,7 +195,7 @@ class EarlyNemesis:
             "computing",
             lambda pool: pool.usage > before.usage or self._prefetched_bytes() > prefetched_bytes,
         )
-        self._wait(_LOOKED_S)
+        self._wait(_HEARD_S)
         meanwhile_bytes = self._prefetched_bytes() - prefetched_bytes
         return asked, (
             f"{before.usage:.0%} of the pool were held, {after.usage:.0%} in use; decode engines "

@@ -110,7 +110,7 @@ class PoolReading:
         running: requests that run.
         waiting: requests that wait.
         preemptions: since it started.
-        early: prompts that its workers have waited for since it started, each worker's counted.
+        early: prompts that it has waited for since it started.
         prefetched_bytes: that were read of prompts before they were offered, since it started.
     """
 
@@ -187,7 +187,7 @@ class Work:
 
     Attributes:
         preemptions: requests that lost their blocks to others.
-        early: prompts that workers have waited for, each worker's counted.
+        early: prompts that engines have waited for.
         prefetched_bytes: that were read of prompts before they were offered.
     """
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import pytest
 from hypothesis import strategies as st
 
-from tests.v1.kv_connector.unit.reshard.early_pairs import clock, pair, watches
+from tests.v1.kv_connector.unit.reshard.early_pairs import clock, pair
 from tests.v1.kv_connector.unit.reshard.engine.workers import engines
 from tests.v1.kv_connector.unit.reshard.serving import serving, wholes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     shard_model,
 )
 
-__all__ = ["clock", "engines", "pair", "serving", "watches", "wholes"]
+__all__ = ["clock", "engines", "pair", "serving", "wholes"]
 
 Engine: TypeAlias = tuple[Shard, ...]
 

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import requests as early
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import Watch
 
 OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
@@ -27,13 +25,16 @@ PATIENCE_S = 60.0
 def pair(wholes):
     """Makes a prefill and a decode engine of some layouts, with the option on."""
 
-    def make(prefill=None, decode=None, policy="fail", num_replicas=0, drafting="", **both):
+    def make(
+        prefill=None, decode=None, policy="fail", num_replicas=0, drafting="", holds=True, **both
+    ):
         layout = {**(prefill or {}), **both, **OPTION}
         both = {**both, **OPTION}
         drafts = drafting == "prefill"
         p = wholes("prefill", layout, num_replicas=num_replicas, drafts=drafts, **both)
         layout = {**(decode or {}), **both}
         d = wholes("decode", layout, policy=policy, drafts=drafting == "decode", **both)
+        d.serving.holds = d.serving.holds and holds
         return p, d
 
     return make
@@ -73,30 +74,30 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def watches(monkeypatch) -> list[Watch]:
-    """What the engines of a test wait for, the first one first, with what they see of it."""
-    watches: list[Watch] = []
-
-    def watch(since_s: float) -> Watch:
-        watches.append(Watch(since_s))
-        return watches[-1]
-
-    monkeypatch.setattr(early, "Watch", watch)
-    return watches
+def scheduler_of(whole: Whole):
+    """The connector's half of an engine's scheduler."""
+    return whole.serving.scheduler.connector.connector_scheduler
 
 
-def is_known(watches: Sequence[Watch]) -> bool:
-    """Whether a decode engine has seen that the other one knows a request."""
-    return any(each.state is not None for each in watches)
+def is_known(d: Whole) -> bool:
+    """Whether a decode engine has heard that the other one knows a request."""
+    parking = scheduler_of(d)._parking
+    parking.hear()
+    return any(each.news is not None for each in parking._parked.values())
 
 
-def look_again(watches: Sequence[Watch], *wholes: Whole, times: int = 5) -> None:
-    """Have a decode engine look for its only request so many times more."""
-    (watch,) = watches
-    for _ in range(times):
-        before_s = watch.heard_s
-        until(lambda before_s=before_s: watch.heard_s > before_s, *wholes)
+def until_claimed(p: Whole, *request_ids: str) -> None:
+    """Wait until a decode engine has asked for requests, and is told of them."""
+    claimed = scheduler_of(p)._server.publisher.claimed
+    until(lambda: claimed.issuperset(request_ids or (PREFILLED,)))
+
+
+def add_both(p: Whole, d: Whole, **asked) -> Request:
+    """Send a request to both engines, and wait until one has asked the other for it."""
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, **asked)
+    request = d.serving.add(DECODED, coordinates(p), **{"max_tokens": 2, **asked})
+    until_claimed(p)
+    return request
 
 
 def coordinates(p: Whole, **changes) -> dict:
@@ -116,6 +117,8 @@ def coordinates(p: Whole, **changes) -> dict:
 
 def parked(d: Whole, request_id: str = DECODED) -> bool:
     """Whether a request waits without blocks."""
+    if request_id in d.serving.held:
+        return True
     return d.serving.scheduler.requests[request_id].status is RequestStatus.WAITING
 
 
@@ -128,9 +131,10 @@ def is_quiet(*wholes: Whole) -> bool:
     """Whether nothing is left of any request, in schedulers or workers."""
     return all(
         whole.serving.is_through()
-        and not len(whole.serving.scheduler.connector.connector_scheduler._parking)
-        and not len(whole.serving.scheduler.connector.connector_scheduler._board_updates)
-        and not any(map(len, whole.engine.early.values()))
+        and not len(scheduler_of(whole)._parking)
+        and not scheduler_of(whole)._parking._asked
+        and not scheduler_of(whole)._parking._left
+        and not scheduler_of(whole)._prompts._prompts
         and all(
             not len(each.producer) and not len(each.consumer)
             for each in whole.engine.transfer_engines.values()
@@ -183,16 +187,15 @@ def compute(p: Whole) -> dict:
     return begin_last_chunk(p)()
 
 
-def wait_until_known(
-    p: Whole, d: Whole, watches: Sequence[Watch], clock: Clock, *, has_blocks: bool
-) -> None:
-    """Have a decode engine know that its request is known; or that its last chunk is computed."""
+def wait_until_known(p: Whole, d: Whole, clock: Clock, *, has_blocks: bool) -> None:
+    """Have a decode engine know that its request is known; or be read, as far as it is computed."""
+    until_claimed(p)
     if has_blocks:
         begin_last_chunk(p)
         clock.until(lambda: is_allocated(d), d, within_s=PATIENCE_S)
     else:
         p.step()
-        clock.until(lambda: is_known(watches), d, within_s=PATIENCE_S)
+        clock.until(lambda: is_known(d), d, within_s=PATIENCE_S)
 
 
 def cut_prompts(p: Whole) -> None:
@@ -223,8 +226,7 @@ def prefetch(
         Ends the next chunk; and how many bytes were read.
     """
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    add_both(p, d)
     for _ in range(num_chunks):
         begin_chunk(p, computes)()
     wanted = (num_chunks - num_cached) * BLOCK_TOKENS * bytes_of_token(d)

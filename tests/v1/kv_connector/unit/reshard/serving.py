@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ import torch
 from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -55,6 +60,11 @@ class Serving:
         self.answers: dict[str, list[int]] = {}
         self.handed_over: dict[str, dict] = {}
         self.told = ReshardConnectorMetadata()
+        # As the engine core does where it can: requests that the connector holds back.
+        self.holds = hasattr(KVConnectorBase_V1, "hold_back")
+        self.held: dict[str, Request] = {}
+        self._resumed: deque[Request] = deque()
+        self._dropped: set[str] = set()
 
     def add(
         self,
@@ -88,8 +98,27 @@ class Serving:
             lora_request=adapter,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
         )
-        self.scheduler.add_request(request)
+        self._take_up(request)
         return request
+
+    def refuse(self, request_id: str, params: dict) -> None:
+        """The API server refuses a request: vLLM makes one up in its place."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        request = Request(request_id, [0], sampling, None)
+        request.abort_immediately = True
+        self._take_up(request)
+
+    def _take_up(self, request: Request) -> None:
+        """Add a request to the scheduler, unless it is held back."""
+        resume = partial(self._resumed.append, request)
+        if self.holds and self.scheduler.connector.hold_back(request, resume):
+            if not request.abort_immediately and request.request_id not in self._dropped:
+                self.held[request.request_id] = request
+            return
+        self.held.pop(request.request_id, None)
+        self.scheduler.add_request(request)
+        if request.abort_immediately:
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
         """One step; returns the tokens scheduled.
@@ -105,6 +134,8 @@ class Serving:
 
     def begin(self) -> SchedulerOutput:
         """Begin a step; with asynchronous scheduling, while another one is under way."""
+        while self._resumed:
+            self._take_up(self._resumed.popleft())
         scheduled = self.scheduler.schedule()
         self.told = scheduled.kv_connector_metadata
         return scheduled
@@ -159,6 +190,9 @@ class Serving:
 
     def abort(self, request_id: str) -> None:
         """The client has gone."""
+        if self.held.pop(request_id, None) is not None:
+            self._dropped.add(request_id)
+            self.scheduler.connector.drop_held([request_id])
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def num_used_blocks(self) -> int:
@@ -168,7 +202,7 @@ class Serving:
 
     def is_through(self) -> bool:
         """Nothing is left of any request."""
-        return not self.scheduler.requests and not self.num_used_blocks()
+        return not self.scheduler.requests and not self.held and not self.num_used_blocks()
 
 
 @pytest.fixture
@@ -314,7 +348,12 @@ def wholes(serving, engines):
         connector_scheduler = owner.scheduler.connector.connector_scheduler
         connector_scheduler.engine_id = engine_id
         connector_scheduler.side_channel_host = "127.0.0.1"
-        connector_scheduler.side_channel_port = engine.serve(port).port
+        connector_scheduler.side_channel_port = port
+        connector_scheduler.serve_handshake(
+            {(rank.pp_rank, rank.tp_rank): each.handshake for rank, each in engine.workers.items()}
+        )
+        engine.server = connector_scheduler._server
+        connector_scheduler.side_channel_port = engine.server.port
         return Whole(owner, engine, num_replicas)
 
     return make

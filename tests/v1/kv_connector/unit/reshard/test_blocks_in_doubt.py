@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
-    WorkerNews,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 
@@ -76,9 +75,9 @@ class Played:
         failed, self.failed = self.failed, {}
         return failed
 
-    def take_news(self) -> WorkerNews:
-        """Nothing is waited for."""
-        return WorkerNews()
+    def take_shortages(self) -> dict[str, str]:
+        """It can serve whom it will."""
+        return {}
 
     def fail(self, request_id: str) -> None:
         """A read has failed."""
@@ -307,7 +306,7 @@ def test_reads_end_while_the_request_is_computed(decoding):
 def test_request_waits_where_nobody_hands_its_blocks_over(decoding):
     """It is computed when nothing writes into them any more, and not before."""
     d = decoding("recompute")
-    d.serving.scheduler.connector.connector_scheduler.set_kv_cache_manager(None)
+    d.serving.scheduler.connector.connector_scheduler._reads.manager = None
     d.begin_read()
     d.workers[0].fail("d-a")
     d.workers[1].end("d-a")

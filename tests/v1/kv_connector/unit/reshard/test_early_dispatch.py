@@ -6,6 +6,7 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
     PREFILLED,
     TOLD_WITHIN_S,
     WINDOW_TOKENS,
+    add_both,
     assert_ended_by,
     begin_chunk,
     begin_last_chunk,
@@ -33,15 +35,15 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
     is_allocated,
     is_known,
     is_quiet,
-    look_again,
     parked,
     prefetch,
+    scheduler_of,
+    until_claimed,
     wait_until_known,
 )
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
@@ -55,39 +57,39 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     assert params["remote_block_ids"] and params["remote_request_id"] == PREFILLED
 
 
+def note_waits(d, monkeypatch) -> list[float]:
+    """Return how long requests have waited for their prefill, as that is recorded."""
+    waits: list[float] = []
+    monkeypatch.setattr(scheduler_of(d)._stats, "record_prefill_wait", waits.append)
+    return waits
+
+
 @LAYOUTS
-def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
-    """It has blocks once its last chunk is computed; then it is offered, and read, and right."""
+def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode, monkeypatch):
+    """It has blocks once it is offered, and is read, and right."""
     p, d = pair(prefill, decode)
-    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    waits = note_waits(d, monkeypatch)
+    request = d.serving.add(DECODED, coordinates(p), max_tokens=2)
     for _ in range(20):
         assert d.step() == {}
     assert parked(d) and not is_allocated(d)
-    cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
-    p.step()
+    end = begin_last_chunk(p)
+    until(lambda: is_known(d), d)
     for _ in range(20):
         assert d.step() == {}
     assert parked(d) and not is_allocated(d)
-    end = begin_last_chunk(p)
-    until(lambda: is_allocated(d), d)
-    assert not parked(d)
-    request = d.serving.scheduler.requests[DECODED]
-    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    for _ in range(20):
-        d.step()
-    assert request.num_output_tokens == 0
     whole = end()
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     until(lambda: request.num_output_tokens > 0, p, d)
     assert_received(d.engine, blocks[:3], whole)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    stats = [worker.take_stats() for worker in d.engine.workers.values()]
-    # A worker that was connected late may have found it offered.
-    assert any(each and each.data["prefill_wait_seconds"] for each in stats)
+    assert len(waits) == 1
 
 
-def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
+def test_two_full_engines_do_not_wait_for_each_other(pair):
     """What still needs blocks there has none here, where what is offered there needs them."""
     p, d = pair()
     # As where several prompts have been admitted together, each with room for itself.
@@ -101,7 +103,7 @@ def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    until(lambda: is_known(watches), p, d)
+    until(lambda: is_known(d), p, d)
     for _ in range(20):
         p.step()
         d.step()
@@ -111,24 +113,23 @@ def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
 
 
-def test_request_that_is_offered_already_is_read_at_once(pair):
+def test_request_that_is_offered_already_is_read_at_once(pair, monkeypatch):
     """The first one of a router goes to one engine after the other, and names no blocks either."""
     p, d = pair()
+    waits = note_waits(d, monkeypatch)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     compute(p)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    (worker,) = d.engine.workers.values()
-    assert not worker.take_stats().data["prefill_wait_seconds"]
+    assert not waits
 
 
 def test_replicas_of_prefill_context_parallelism_show_nothing(pair):
     """What a request waits for is seen where it is read; nothing is left of it at the replicas."""
     p, d = pair(num_replicas=1)
-    d.serving.add(DECODED, coordinates(p))
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    add_both(p, d)
     end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
@@ -147,20 +148,20 @@ def test_serial_router_passes_blocks_on_as_before(pair):
     d.serving.add(DECODED, p.serving.handed_over[PREFILLED])
     d.step()
     (receive,) = d.serving.told.receive.values()
-    assert not receive.is_early and any(receive.remote_block_ids)
+    assert any(receive.remote_block_ids)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks, clock, watches):
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks, clock):
     """By the policy: an error, or the prompt is computed."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
+    wait_until_known(p, d, clock, has_blocks=has_blocks)
     p.serving.abort(PREFILLED)
     clock.until(lambda: is_quiet(p, d), p, d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -169,33 +170,143 @@ def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, has_blocks,
 @pytest.mark.parametrize("policy", POLICIES)
 def test_request_that_is_never_known_fails(pair, policy, monkeypatch):
     """After ten seconds, which are fewer here; the log says what to look at."""
-    monkeypatch.setattr(watch, "KNOWN_WITHIN_S", 0.3)
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.3)
     p, d = pair(policy=policy)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
     assert_ended_by(policy, d)
 
 
-def test_requests_of_one_name_are_not_guessed(pair):
-    """Two clients with one X-Request-Id: neither reads the other's."""
-    p, d = pair(policy="recompute")
-    cut_prompts(p)
-    for request_id in (PREFILLED, "cmpl-x-0-cccccccc"):
-        p.serving.add(request_id, {"do_remote_decode": True})
+def test_requests_of_one_name_are_told_apart_by_their_prompts(pair):
+    """Two clients with one X-Request-Id: each reads its own, in whatever order they come."""
+    p, d = pair()
+    others = "cmpl-x-0-cccccccc", "cmpl-x-0-dddddddd"
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(others[1], coordinates(p), first_token=500)
+    p.serving.add(others[0], {"do_remote_decode": True}, first_token=500)
     d.serving.add(DECODED, coordinates(p))
-    until(lambda: DECODED in d.serving.finished, p, d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_requests_of_one_name_after_one_another(pair):
+    """A client that uses its X-Request-Id again is answered each time."""
+    p, d = pair()
+    for number in range(5):
+        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", {"do_remote_decode": True})
+        name = f"cmpl-x-0-bbbbbbb{number}"
+        d.serving.add(name, coordinates(p))
+        until(lambda name=name: name in d.serving.finished, p, d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_request_whose_names_have_nothing_in_common_is_known_by_its_prompt(pair):
+    """As of /v1/responses, which makes an id of its own at each engine."""
+    p, d = pair()
+    p.serving.add("resp_1-aaaaaaaa", {"do_remote_decode": True})
+    d.serving.add("resp_2-bbbbbbbb", coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {"resp_2-bbbbbbbb": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after its prefill", "before it"])
+def test_request_that_is_refused_is_given_up_there(pair, is_first):
+    """As soon as its prefill ends, and not with its lease."""
+    p, d = pair()
+    asked = {"do_remote_decode": True}
+    if not is_first:
+        p.serving.add(PREFILLED, asked)
+        compute(p)
+    d.serving.refuse(DECODED, coordinates(p))
+    if is_first:
+        until(lambda: scheduler_of(p)._server.publisher.num_subscribers, d)
+        p.serving.add(PREFILLED, asked)
+        until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED), d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert not d.serving.finished
+    # The next one of that name is its own.
+    p.serving.add("cmpl-x-0-cccccccc", asked)
+    d.serving.add("cmpl-x-0-dddddddd", coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {"cmpl-x-0-dddddddd": FinishReason.LENGTH}
+    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
+
+
+def test_client_that_leaves_gives_up_none_of_its_next_attempt(pair):
+    """Which has the same name and the same prompt."""
+    p, d = pair()
+    asked = {"do_remote_decode": True}
+    for number in range(5):
+        p.serving.add(f"cmpl-x-0-aaaaaaa{number}", asked)
+        d.serving.add(f"cmpl-x-0-bbbbbbb{number}", coordinates(p))
+        d.serving.abort(f"cmpl-x-0-bbbbbbb{number}")
+        p.serving.add(f"cmpl-x-0-ddddddd{number}", asked)
+        d.serving.add(f"cmpl-x-0-ccccccc{number}", coordinates(p))
+        until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_step_that_takes_long_costs_nobody_a_request(pair, monkeypatch):
+    """The prefill engine takes up requests between steps: a step is no reason to give one up."""
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.2)
+    p, d = pair()
+    p.serving.add("before", num_tokens=BLOCK_TOKENS)
+    scheduled = p.serving.begin()
+    d.serving.add(DECODED, coordinates(p))
+    deadline_s = time.monotonic() + 1.5
+    until(lambda: time.monotonic() > deadline_s, d)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    p.end(scheduled)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished[DECODED] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_engines_that_leave_different_tokens_to_the_decode_engine(pair, policy):
+    """The offer says how many there are, as a router's parameters do."""
+    p, d = pair(policy=policy)
+    scheduler_of(d)._prefill_backoff = lambda: 1
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    # Nobody reads what is offered: only leases end that.
-    assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
+
+
+def test_vllm_that_holds_nothing_back_asks_in_every_step(pair):
+    """As of the plugin: the request waits in vLLM's scheduler, and is read as well."""
+    p, d = pair(holds=False)
+    cut_prompts(p)
+    request = add_both(p, d)
+    end = begin_last_chunk(p)
+    until(lambda: is_allocated(d), d)
+    end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert request.num_output_tokens == 2
+    d.serving.add("cmpl-y-0-bbbbbbbb", coordinates(p, remote_request_id="y"))
+    d.step()
+    d.serving.abort("cmpl-y-0-bbbbbbbb")
+    until(lambda: is_quiet(p, d), p, d)
+
+
+def test_parked_requests_cost_a_step_nothing(pair):
+    """However many there are, vLLM's scheduler does not know them."""
+    p, d = pair()
+    for number in range(200):
+        d.serving.add(f"cmpl-w{number}-0-aaaaaaaa", coordinates(p, remote_request_id=f"w{number}"))
+    d.step()
+    assert not d.serving.scheduler.requests and len(scheduler_of(d)._parking) == 200
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
 def test_client_that_leaves_stops_all(pair, has_blocks):
-    """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
+    """Its blocks are free at once; nothing is held for it there."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     d.step()
     end = begin_last_chunk(p) if has_blocks else partial(compute, p)
     if has_blocks:
@@ -203,30 +314,11 @@ def test_client_that_leaves_stops_all(pair, has_blocks):
     d.serving.abort(DECODED)
     until(lambda: not is_allocated(d), d)
     assert PREFILLED not in p.serving.finished
+    until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED))
     end()
-    assert p.serving.num_used_blocks()
     until(lambda: is_quiet(p, d), p, d)
     (stats,) = (each.take_stats() for each in p.engine.workers.values())
     assert stats is None or not stats.data["num_kv_expired_reqs"]
-
-
-def test_prompt_that_is_cached_here_does_not_wait(pair):
-    """It starts at once, and its producer is told once it offers it."""
-    p, d = pair()
-    cut_prompts(p)
-    scheduler = d.serving.scheduler.connector.connector_scheduler
-    d.serving.add("before", max_tokens=1)
-    d.step()
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p))
-    # So that nothing is left to read: as where layers have windows, or a prompt goes on.
-    scheduler._num_to_read = lambda request, num_computed_tokens: (0, False)
-    d.step()
-    d.step()
-    assert d.serving.finished[DECODED] is FinishReason.LENGTH
-    assert PREFILLED not in p.serving.finished
-    compute(p)
-    until(lambda: is_quiet(p, d), p, d)
 
 
 def test_engine_that_has_restarted_is_followed(pair):
@@ -237,25 +329,24 @@ def test_engine_that_has_restarted_is_followed(pair):
     d.serving.add(DECODED, coordinates(p, remote_engine_id="before"))
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
-    (worker,) = d.engine.workers.values()
-    assert worker.take_stats().data["handshake_failures"] == ["engine_changed"]
     d.serving.add("cmpl-y-0-bbbbbbbb", coordinates(p, remote_engine_id="b", remote_request_id="y"))
     p.serving.add("cmpl-y-0-aaaaaaaa", {"do_remote_decode": True})
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished["cmpl-y-0-bbbbbbbb"] is FinishReason.LENGTH
-    # It is connected under its own name: nobody asks for the one before again.
+    (worker,) = d.engine.workers.values()
+    # It is connected under its own name.
     assert not worker.take_stats().data["handshake_failures"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock, watches):
+def test_engine_that_has_gone_ends_the_wait(pair, policy, has_blocks, clock):
     """As soon as it cannot be asked any more."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, watches, clock, has_blocks=has_blocks)
+    wait_until_known(p, d, clock, has_blocks=has_blocks)
     p.engine.close()
     clock.until(lambda: is_quiet(d), d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -269,6 +360,7 @@ def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, po
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     begin_chunk(p)()
     begin_chunk(p)
     clock.until(lambda: bytes_read(d) > 0, d, within_s=PATIENCE_S)
@@ -287,16 +379,6 @@ def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, po
     d.serving.add(later, {**before, "remote_request_id": "y"})
     clock.until(lambda: is_quiet(follower, d), follower, d, within_s=PATIENCE_S)
     assert d.serving.finished[later] is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_engine_without_the_option_is_told_from_others(wholes, policy):
-    """It says nothing of its requests: nobody waits for it."""
-    p = wholes("prefill", {})
-    d = wholes("decode", OPTION, policy=policy, **OPTION)
-    d.serving.add(DECODED, coordinates(p))
-    until(lambda: is_quiet(d), d)
-    assert_ended_by(policy, d)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +406,9 @@ def test_names_of_llm_ds_routers(pair, asked, told):
     assert not (stats and stats.data["read_failures"])
 
 
-def test_prompts_are_bound_to_their_tokens(pair):
+def test_prompts_are_bound_to_their_tokens(pair, monkeypatch):
     """One name, and other prompts: what was read is not believed."""
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", 0.3)
     p, d = pair()
     p.serving.add(PREFILLED, {"do_remote_decode": True}, first_token=500)
     d.serving.add(DECODED, coordinates(p))
@@ -342,10 +425,9 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     d.step()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    end = begin_last_chunk(p)
+    whole = compute(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished[DECODED] is FinishReason.LENGTH
     # The model has written nothing into what was cached.
@@ -366,8 +448,7 @@ def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
     """Its blocks are others' for a while: nobody waits for it with blocks meanwhile."""
     p, d = pair()
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    add_both(p, d)
     p.step()
     preempt(p, PREFILLED)
     for _ in range(20):
@@ -386,8 +467,7 @@ def test_request_that_is_preempted_here_is_computed_anew(pair):
     """Nothing is waited for a second time."""
     p, d = pair()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
-    d.serving.add(DECODED, coordinates(p), max_tokens=4)
-    request = d.serving.scheduler.requests[DECODED]
+    request = d.serving.add(DECODED, coordinates(p), max_tokens=4)
     until(lambda: request.num_output_tokens > 0, p, d)
     preempt(d, DECODED)
     until(lambda: is_quiet(p, d), p, d)
@@ -422,10 +502,10 @@ def test_groups_with_windows_are_read(pair):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
-    end = begin_last_chunk(p, computes=lambda *_, **__: {})
-    until(lambda: is_allocated(d), d)
-    (receive,) = d.serving.told.receive.values() or [None]
-    end()
+    until_claimed(p)
+    begin_last_chunk(p, computes=lambda *_, **__: {})()
+    until(lambda: d.serving.told.receive, d)
+    (receive,) = d.serving.told.receive.values()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]
@@ -494,6 +574,7 @@ def test_request_that_ends_while_it_is_prefetched(pair, policy, leaves):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    until_claimed(p)
     with pytest.MonkeyPatch.context() as patch:
         # Whatever arrives meanwhile, nobody takes note of it.
         patch.setattr(Transfers, "_has_left_nixl", lambda *_: False)
@@ -525,17 +606,15 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     (engine,) = d.engine.transfer_engines.values()
     (peer,) = engine.peers
     first = peer.connection
+    advance = engine.consumer.advance
 
-    (early,) = d.engine.early.values()
-    look = early.advance
-
-    def advance(now_s):
+    def break_off(now_s, budget):
         if peer.connection is first:
             engine.peers.break_off(first, now_s)
-        look(now_s)
+        advance(now_s, budget)
 
-    monkeypatch.setattr(early, "advance", advance)
-    until(lambda: peer.connection not in (None, first), d)
+    monkeypatch.setattr(engine.consumer, "advance", break_off)
+    until(lambda: peer.connection is not first, d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     whole = end()
     until(lambda: is_quiet(p, d), p, d)
@@ -544,15 +623,8 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     assert bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
 
 
-def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monkeypatch):
+def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
     """What is offered finds room, and is not kept waiting by prompts that need more room there."""
-    hear, known = Parking.hear, set()
-
-    def note(parking, begun, *others):
-        known.update(begun)
-        hear(parking, begun, *others)
-
-    monkeypatch.setattr(Parking, "hear", note)
     p, d = pair()
     names = "abcd"
     for number, name in enumerate(names):
@@ -560,17 +632,19 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monk
         p.serving.add(f"cmpl-{name}-0-aaaaaaaa", asked, first_token=100 * number)
         told = coordinates(p, remote_request_id=name)
         d.serving.add(f"cmpl-{name}-0-bbbbbbbb", told, first_token=100 * number)
+    until_claimed(p, *(f"cmpl-{name}-0-aaaaaaaa" for name in names))
     # Each has a chunk computed, and none its last.
     p.serving.scheduler.max_num_scheduled_tokens = len(names) * BLOCK_TOKENS
     p.serving.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK_TOKENS
     p.step()
     begun = p.serving.begin()
     heard = p.work(begun)
-    until(lambda: len(known) == len(names), d)
+    until(lambda: d.serving.num_used_blocks() == 9, d)
     for _ in range(20):
         d.step()
     # Three blocks each, of fifteen, of which the longest prompt takes four.
-    assert sum(map(partial(parked, d), d.serving.scheduler.requests)) == 1
+    waiting = {*d.serving.scheduler.requests, *d.serving.held}
+    assert sum(map(partial(parked, d), waiting)) == 1
     assert d.serving.num_used_blocks() == 9
     p.serving.end(begun, heard=heard)
     until(lambda: is_quiet(p, d), p, d)
@@ -579,26 +653,22 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monk
 
 
 @pytest.mark.parametrize("drafting", ["prefill", "decode"])
-def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting, watches):
+def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting):
     """What drafts write is not taken for granted there; and here they take blocks of their own."""
     p, d = pair(drafting=drafting)
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
-    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS, max_tokens=2)
+    add_both(p, d, num_tokens=LONG_TOKENS)
     begin_chunk(p)()
     begin_chunk(p)()
     end = begin_chunk(p)
-    until(lambda: is_known(watches), d)
-    look_again(watches, d)
+    until(lambda: is_known(d), d)
+    for _ in range(20):
+        d.step()
     assert parked(d) and not is_allocated(d)
     end()
-    end = begin_last_chunk(p)
+    whole = compute(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    look_again(watches, d)
-    # Where the one that computes does not draft, it tells of what it has computed before.
-    assert bool(bytes_read(d)) is (drafting == "decode")
-    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     assert_received(d.engine, blocks[:4], whole)

@@ -240,7 +240,7 @@ def test_all_connectors_of_several_are_asked():
 
 @pytest.mark.parametrize("early", [False, True], ids=["serial", "early"])
 def test_whole_engines_hand_the_token_over(wholes, early):
-    """By the router's parameters, or with the offer that workers find on the board."""
+    """By the router's parameters, or with the offer that the scheduler has asked for."""
     options = {**OPTION, "early_dispatch": early}
     p = wholes("prefill", {"pp": 2, **options}, **options)
     d = wholes("decode", {"tp": 2, **options}, **options)

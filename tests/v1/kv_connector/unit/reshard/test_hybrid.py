@@ -49,6 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.toke
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.subscriber import Subscriber
 
 NUM_TOKENS, WINDOW_TOKENS = 100, 50
 # Blocks of both groups are of one pool: none is in both.
@@ -263,7 +264,7 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
     has_windows = bool(window_groups(scheduler.kv_cache_config))
     scheduler._counts = TokenCounts((16,), frozenset(), has_windows)
-    scheduler._parking, scheduler._block_pool = Parking(0, 0), None
+    scheduler._parking, scheduler._block_pool = Parking(Subscriber(print), 0, 0), None
     request = SimpleNamespace(
         request_id="d",
         num_tokens=NUM_TOKENS,

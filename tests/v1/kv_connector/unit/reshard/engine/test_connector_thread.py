@@ -413,37 +413,3 @@ def test_call_of_another_thread_that_does_not_come_back_is_told_once(transfer_en
         assert len(caplog_vllm.records) == 1
     finally:
         thread.close()
-
-
-class Ringer:
-    """Counts how often it rings."""
-
-    def __init__(self) -> None:
-        self.num_rings = 0
-        self.is_closed = False
-
-    def ring(self) -> None:
-        """Ring."""
-        self.num_rings += 1
-
-    def close(self) -> None:
-        """Ring no more."""
-        self.is_closed = True
-
-
-@pytest.mark.parametrize(("is_idle", "num_rings"), [(False, 0), (True, 1)])
-def test_rings_for_results_after_a_step_that_may_be_the_last(
-    thread, transfer_engine, is_idle, num_rings
-):
-    """Other steps are followed by one that asks; and figures alone are worth none."""
-    thread.ringer = ringer = Ringer()
-    thread.begin_step(is_idle=is_idle)
-    transfer_engine.stats = ReshardStats()
-    num_polls = transfer_engine.num_polls
-    thread.wake()
-    wait_until(lambda: transfer_engine.num_polls > num_polls)
-    thread.hand_over(SchedulerStep(ReshardConnectorMetadata(admitted={"a"})))
-    wait_until(lambda: "a" in thread.collect().received)
-    assert ringer.num_rings == num_rings
-    thread.close()
-    assert ringer.is_closed

@@ -108,7 +108,7 @@ def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
 
     def has_told() -> bool:
         worker.get_finished()
-        told.update(worker.take_news().shortages)
+        told.update(worker.take_shortages())
         if (taken := worker.take_stats()) is not None:
             stats.aggregate(taken)
         return bool(told and stats.data["open_files"])

@@ -32,9 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     geometry as geometry_module,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
-    EarlyRequests,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     Offer,
     ReshardConnectorMetadata,
@@ -85,7 +82,6 @@ class Engine:
 
     Attributes:
         transfer_engines: What each rank's worker has its thread poll.
-        early: The requests that each of these waits for, where it may.
         caches: Of each layer of each rank, as planes.
     """
 
@@ -171,7 +167,6 @@ class Engine:
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.transfer_engines: dict[MeshRank, TransferEngine] = {}
-        self.early: dict[MeshRank, EarlyRequests] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
         backend = backend or forms.backend(mla=mla, shaped_by_backends=shaped_by_backends)
         describe_layer = forms.describe_layer(shaped_by_backends)
@@ -233,13 +228,9 @@ class Engine:
             }
         self.server: HandshakeServer | None = None
 
-    def _kept(
-        self, rank: MeshRank, *parts: object, early: EarlyRequests | None = None
-    ) -> TransferEngine:
+    def _kept(self, rank: MeshRank, *parts: object) -> TransferEngine:
         """A worker's transfer engine, which is kept for tests to look at."""
-        if early is not None:
-            self.early[rank] = early
-        self.transfer_engines[rank] = TransferEngine(*parts, early=early)
+        self.transfer_engines[rank] = TransferEngine(*parts)
         return self.transfer_engines[rank]
 
     @property
@@ -252,7 +243,10 @@ class Engine:
     def is_connected_with(self, address: RemoteEngineAddress) -> bool:
         """Whether its only worker has connected all workers of an engine."""
         (transfer_engine,) = self.transfer_engines.values()
-        return transfer_engine.peers.connected_at(address) is not None
+        return any(
+            each.address == address and each.connection is not None
+            for each in transfer_engine.peers
+        )
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
         """Answer handshakes; returns where."""

@@ -9,15 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.early import (
-    decode_params,
+    EarlyRequest,
+    early_request,
     prefill_name,
     prefill_params,
     shared_name,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
-    is_early,
-    remote_blocks,
-    remote_request,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 
@@ -59,35 +58,32 @@ def test_children_pair_by_their_places(child, prompt, here, there):
 
 def test_parameters_of_vllms_router():
     """They name the producer, and the request by the name that both have."""
-    params = decode_params(FROM_ROUTER, "cmpl-x-0-12345678", None)
-    assert is_early(params) and remote_request(params) == ("prefill", "cmpl-x-0")
-    source = remote_blocks(params)
-    assert (source.remote_host, source.remote_port) == ("10.0.0.1", 5600)
+    params = early_request(FROM_ROUTER, "cmpl-x-0-12345678", None)
+    assert params == (RemoteEngineAddress("prefill", "10.0.0.1", 5600), "cmpl-x-0")
 
 
 @pytest.mark.parametrize("engine_id", ["old", None])
 def test_engine_need_not_be_known(engine_id):
     """It may have restarted since the router heard of it."""
-    params = decode_params({**FROM_ROUTER, "remote_engine_id": engine_id}, "cmpl-x-0-0", None)
-    assert remote_blocks(params).remote_engine_id == (engine_id or "unknown")
+    params = early_request({**FROM_ROUTER, "remote_engine_id": engine_id}, "cmpl-x-0-0", None)
+    assert params.place.engine_id == (engine_id or "unknown")
 
 
 def test_parameters_of_llm_ds_routers():
     """A transfer_id in both legs, or names for transfers between peers."""
-    pushed = decode_params({**FROM_ROUTER, "transfer_id": "t"}, "chatcmpl-other-12345678", None)
-    assert pushed["remote_request_id"] == "t/0/0"
+    pushed = early_request({**FROM_ROUTER, "transfer_id": "t"}, "chatcmpl-other-12345678", None)
+    assert pushed.name == "t/0/0"
     assert prefill_name("chatcmpl-x-12345678", {"transfer_id": "t"}) == "t/0/0"
     asked = prefill_params({"remote_decoder": {"kv_request_id": "k"}})
     assert asked["do_remote_decode"] and "remote_decoder" not in asked
     there = prefill_name("chatcmpl-a-12345678", asked)
-    here = decode_params(PEER_TO_PEER, "chatcmpl-b-87654321", None)["remote_request_id"]
+    here = early_request(PEER_TO_PEER, "chatcmpl-b-87654321", None).name
     assert here == there == "k/0/0"
 
 
-def test_request_that_has_another_name_here_is_refused():
-    """Nothing would ever be known under it: the message says why."""
-    fault = decode_params(FROM_ROUTER, "cmpl-y-0-12345678", None)
-    assert isinstance(fault, str) and "same X-Request-Id" in fault
+def test_request_that_has_another_name_here_has_none():
+    """It is known by its prompt alone."""
+    assert early_request(FROM_ROUTER, "resp_y-12345678", None).name == ""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,7 @@ def test_request_that_has_another_name_here_is_refused():
 )
 def test_other_requests_are_none_of_these(params):
     """They are handled as ever."""
-    assert decode_params(params, "cmpl-x-0", None) is None
+    assert early_request(params, "cmpl-x-0", None) is None
     assert prefill_params(params) is params
 
 
@@ -120,12 +116,12 @@ def test_other_requests_are_none_of_these(params):
 )
 def test_malformed_parameters_are_a_fault(changes):
     """Of that request."""
-    assert isinstance(decode_params({**FROM_ROUTER, **changes}, "cmpl-x-0", None), str)
+    assert isinstance(early_request({**FROM_ROUTER, **changes}, "cmpl-x-0", None), str)
 
 
 def test_only_trusted_hosts_are_asked():
     """As where blocks are named."""
-    fault = decode_params(FROM_ROUTER, "cmpl-x-0", TrustedPeers.parse(["192.168.0.0/16"]))
+    fault = early_request(FROM_ROUTER, "cmpl-x-0", TrustedPeers.parse(["192.168.0.0/16"]))
     assert isinstance(fault, str) and "not followed" in fault
 
 
@@ -144,9 +140,8 @@ JSON = st.recursive(
 )
 def test_whatever_a_client_says_is_sound_or_a_fault(params, request_id):
     """Nothing is raised, and what schedulers believe is what they expect."""
-    found = decode_params({**FROM_ROUTER, **params}, request_id, None)
-    if isinstance(found, dict):
-        source = remote_blocks(found)
-        assert not isinstance(source, str) and len(source.remote_request_id) <= 1 << 10
+    found = early_request({**FROM_ROUTER, **params}, request_id, None)
+    if isinstance(found, EarlyRequest):
+        assert found.place.host and 0 < found.place.port < 1 << 16 and len(found.name) <= 1 << 10
     assert isinstance(prefill_name(request_id, params), str)
     msgspec.json.encode(prefill_params(params))

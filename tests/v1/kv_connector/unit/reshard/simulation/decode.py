@@ -15,13 +15,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferSecret,
-    fingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
+    RemoteEngineAddress,
     RemoteRequest,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import OFFERED_WITHIN_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import (
+    Ask,
+    Computed,
+    Gone,
+    Known,
+    Leave,
+    News,
+    Offered,
+    Question,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import MAX_AGE_S
+
+ABORTED_WITHIN_S = 60.0
+"""So soon workers tell of a request that ends while its prompt is computed."""
 
 
 @dataclass(eq=False)
@@ -63,10 +76,11 @@ class DecodeEngine(Engine):
     Attributes:
         reading: Requests that some worker is not through with.
         running: Requests that were received well.
-        parked: Requests that have no blocks yet, as the router has told them.
-        may_have_blocks: Those of them that may have some.
-        begun: Those of them that may have some before, of which something is computed.
-        faults: Those that will not be read.
+        parked: Requests that are not offered yet, as the router has told them.
+        news: The last news of them.
+        left: Requests whose clients have left, and that their engines have not answered of.
+        questions: What was not asked yet, and where.
+        inbox: News on its way.
         num_early: Requests that were received of those.
         num_prefetched: Those of them that had blocks before their last chunks were computed.
         num_received: How many were.
@@ -78,9 +92,11 @@ class DecodeEngine(Engine):
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.parked: dict[str, Ticket] = {}
-        self.may_have_blocks: set[str] = set()
-        self.begun: set[str] = set()
-        self.faults: dict[str, str] = {}
+        self.news: dict[str, News] = {}
+        self.left: set[str] = set()
+        self._asked_at_s: dict[str, float] = {}
+        self.questions: list[tuple[Ticket, Question]] = []
+        self.inbox: list[News] = []
         self.num_early = self.num_prefetched = 0
         self.num_received = self.num_failed = 0
         self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
@@ -139,7 +155,65 @@ class DecodeEngine(Engine):
     def park(self, request_id: str, ticket: Ticket) -> None:
         """Wait for a request that has this name elsewhere; more of its ticket is not told."""
         self.parked[request_id] = ticket
-        self.hand_over(early={request_id: RemoteRequest(ticket.address, ticket.request_id)})
+        self.ask(request_id)
+
+    def ask(self, request_id: str) -> None:
+        """Ask for a request, or once more."""
+        ticket = self.parked[request_id]
+        self._asked_at_s[request_id] = self.world.now_s
+        self.questions.append((ticket, Ask(request_id, ticket.request_id, ticket.content)))
+
+    def ask_in_time(self) -> None:
+        """Side channels close connections after a while: ask over another one."""
+        for request_id in self.parked:
+            is_settled = isinstance(self.news.get(request_id), Offered | Gone)
+            if not is_settled and self.world.now_s >= self._asked_at_s[request_id] + MAX_AGE_S:
+                self.ask(request_id)
+
+    def ask_again(self) -> None:
+        """All connections are lost: ask for what is not answered."""
+        self.questions.clear()
+        self.inbox.clear()
+        self.left.clear()
+        for request_id in self.parked:
+            if not isinstance(self.news.get(request_id), Offered | Gone):
+                self.ask(request_id)
+
+    def note_end(self, address: RemoteEngineAddress) -> None:
+        """An engine has ended, as its connection says: another may be there soon."""
+        self.inbox = []
+        self.left.clear()
+        for request_id, ticket in list(self.parked.items()):
+            news = self.news.get(request_id)
+            if isinstance(news, Offered | Gone):
+                continue
+            if news is not None and ticket.address.host == address.host:
+                self.note(Gone(request_id, "its engine was restarted"))
+            else:
+                self.ask(request_id)
+
+    def note(self, news: News) -> None:
+        """Hear news of a request, as the scheduler does."""
+        request_id = news.asker
+        if request_id in self.left:
+            if isinstance(news, Offered | Gone):
+                self.left.remove(request_id)
+            if isinstance(news, Offered):
+                ticket = news.params["ticket"]
+                self.give_up(ticket, ticket.secret)
+            return
+        if request_id not in self.parked:
+            return
+        self.news[request_id] = news
+        if request_id in self.reading:
+            self._go_on(request_id)
+
+    def may_have_blocks(self) -> list[str]:
+        """The requests that wait without blocks, and may have some."""
+        waiting = self.parked.keys() - self.reading.keys()
+        return sorted(
+            each for each in waiting if not isinstance(self.news.get(each), Known | type(None))
+        )
 
     def give_blocks(self, request_id: str) -> Request | None:
         """Give blocks to a request that waits, if there is room."""
@@ -151,36 +225,66 @@ class DecodeEngine(Engine):
             return None
         request = Request(request_id, ticket, ticket.content, ticket.num_tokens, 0, blocks, owner)
         request.is_early = True
-        request.is_prefetched = request_id not in self.may_have_blocks | self.faults.keys()
+        request.is_prefetched = isinstance(self.news[request_id], Computed)
         self.reading[request_id] = request
-        self._leave(request_id, [blocks])
+        self._go_on(request_id)
         return request
+
+    def _go_on(self, request_id: str) -> None:
+        """Tell workers of the news of a request that has blocks."""
+        request, news, ticket = self.reading[request_id], self.news[request_id], None
+        num_tokens = request.num_tokens
+        if isinstance(news, Computed):
+            address = RemoteEngineAddress(news.engine_id, news.host, news.port)
+            counts = num_tokens, news.num_tokens
+            receive = Receive(
+                address,
+                news.request_id,
+                [request.blocks],
+                news.block_ids,
+                *counts,
+                attempt=news.attempt,
+            )
+            self.hand_over(prefetch={request_id: receive})
+            return
+        del self.parked[request_id], self.news[request_id]
+        awaited = {}
+        if isinstance(news, Offered):
+            ticket = news.params["ticket"]
+            awaited[request_id] = RemoteRequest(ticket.address, ticket.request_id)
+        else:
+            ticket = request.ticket
+        counts = num_tokens, ticket.num_tokens
+        receive = Receive(
+            ticket.address,
+            ticket.request_id,
+            [request.blocks],
+            [ticket.blocks],
+            *counts,
+            fingerprint=ticket.fingerprint(tokens_of(request.content)[:num_tokens]),
+            fault=news.reason if isinstance(news, Gone) else None,
+            attempt=news.attempt if isinstance(news, Offered) else 0,
+        )
+        self.hand_over(receive={request_id: receive}, awaited=awaited)
 
     def abort(self, request_id: str) -> None:
         """The client of an early request has left."""
         if request_id in self.parked:
-            self._leave(request_id, [], ended={request_id})
+            ticket, news = self.parked.pop(request_id), self.news.pop(request_id, None)
+            if isinstance(news, Offered):
+                self.give_up(news.params["ticket"], news.params["ticket"].secret)
+            elif not isinstance(news, Gone):
+                self.left.add(request_id)
+                self.questions.append(
+                    (ticket, Leave(request_id, ticket.request_id, ticket.content))
+                )
+            if request_id in self.reading:
+                now_s = self.world.now_s
+                for worker in self.workers:
+                    self.reading[request_id].due_at_s[worker.name] = now_s + ABORTED_WITHIN_S
+                self.hand_over(failed={request_id}, ended={request_id})
         elif request_id in self.reading:
             self.hand_over(ended={request_id})
-
-    def _leave(self, request_id: str, blocks: list[list[int]], **asked: object) -> None:
-        """Tell workers what to fill for a request that has waited, which may be nothing."""
-        ticket = self.parked.pop(request_id)
-        num_tokens = ticket.num_tokens
-        self.may_have_blocks.discard(request_id)
-        self.begun.discard(request_id)
-        receive = Receive(
-            ticket.address,
-            ticket.request_id,
-            blocks,
-            [],
-            num_tokens,
-            num_tokens,
-            fingerprint(tokens_of(ticket.content), num_tokens, None, []),
-            self.faults.pop(request_id, None),
-            is_early=True,
-        )
-        self.hand_over(receive={request_id: receive}, **asked)
 
     def give_up(self, ticket: Ticket, secret: OfferSecret) -> None:
         """Refuse a request, of which nothing but its parameters is known."""
@@ -210,25 +314,14 @@ class DecodeEngine(Engine):
         backlog += steps
         while backlog and (backlog[0].before is None or backlog[0].before.query()):
             metadata = backlog.pop(0).metadata
-            for request_id in metadata.ended if metadata is not None else ():
-                if request_id in self.reading and request_id in worker.early._at:
-                    # It is not being read, and need not be waited for any more.
-                    self.reading[request_id].due_at_s[worker.name] = self.world.now_s
             for request_id in metadata.receive if metadata is not None else ():
                 if request_id in self.reading:
                     due_at_s = self.world.now_s + self.world.limits.read_timeout_s
-                    if self.reading[request_id].is_early:
-                        due_at_s += OFFERED_WITHIN_S
                     self.reading[request_id].due_at_s[worker.name] = due_at_s
 
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
-        self.may_have_blocks |= report.news.may_have_blocks & self.parked.keys()
-        self.begun |= report.news.begun & self.parked.keys()
-        for request_id, reason in report.news.faults.items():
-            if request_id in self.parked:
-                self.faults[request_id] = reason
         failed = sorted(report.failed)
         for request_id in failed:
             request = self.reading.get(request_id)

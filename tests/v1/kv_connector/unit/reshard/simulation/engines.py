@@ -31,9 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dial
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
-    EarlyRequests,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -52,7 +49,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, BoardUpdate
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -192,7 +188,7 @@ class Worker:
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
-        self.announced: deque[Announcement | BoardUpdate] = deque()
+        self.announced: deque[Announcement] = deque()
         self.jobs = Later(Thread())
         self._woken = False
         # Until when the connector's thread sleeps, if nothing wakes it. It begins with a poll.
@@ -235,8 +231,7 @@ class Worker:
             ),
             self._ask,
         )
-        producer = ProducerSide(agent, world.limits.lease_s, stats, board=Board(engine.engine_id))
-        self.early = EarlyRequests(peers, stats.record_prefill_wait)
+        producer = ProducerSide(agent, world.limits.lease_s, stats)
         self.transfer_engine = TransferEngine(
             agent,
             producer,
@@ -247,7 +242,6 @@ class Worker:
             Renewals(world.limits.lease_s),
             stats,
             lambda: Budget(self._budget, partial(next, count())),
-            self.early,
         )
 
     def prepare_thread(self) -> None:
@@ -263,7 +257,6 @@ class Worker:
             self.memory.cache.cache,
             self.transfer_engine.producer.table_address,
             self.agent.metadata(),
-            self.transfer_engine.producer.board_address,
         )
 
     def turn(self, *, ticks: bool) -> Report:
@@ -397,8 +390,6 @@ class Worker:
             and not self.announced
             and not len(transfer_engine.producer)
             and not len(transfer_engine.consumer)
-            and not len(self.early)
-            and not self.early.is_looking
             and not len(transfer_engine.transfers)
             and not len(transfer_engine.peers)
             and not transfer_engine.peers.retired

@@ -13,15 +13,10 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     Offer as HeldOffer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.board_updates import (
-    BoardUpdates,
-    Scheduled,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
     SchedulerStep,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import BoardUpdate, State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
     OfferSecret,
@@ -32,6 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     Renew,
     decode_notification,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import (
+    Computed,
+    Publisher,
 )
 
 
@@ -73,11 +72,13 @@ class Prompt:
         num_prompt_tokens: How long it is.
         num_computed_tokens: How many of its tokens are computed after what is scheduled.
         num_in_flight: How many of these are the step's that is not over.
+        attempt: How often it was begun anew.
     """
 
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    attempt: int = 0
 
 
 @dataclass(eq=False)
@@ -123,9 +124,7 @@ class PrefillEngine(Engine):
         self.chunks = self.world.random.choice((0.0, 0.5, 1.0))
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
-        self.board_updates = BoardUpdates(
-            self._announce, [self.layout.block_tokens], lambda prompt: prompt.num_in_flight
-        )
+        self.publisher = Publisher()
         # Who was heard by a worker, for what, and of how many.
         self._heard: dict[tuple[str, str, OfferFingerprint | OfferSecret], dict[str, int]] = {}
         for worker in self.workers:
@@ -142,28 +141,35 @@ class PrefillEngine(Engine):
         secret = self.world.random.getrandbits(64)
         ticket = Ticket(self.address, request_id, blocks, num_tokens, content, secret)
         offer = self.offers[request_id] = Offer(ticket, Prompt(num_tokens))
-        self.board_updates.add(request_id, request_id)
+        self.publisher.add(request_id, request_id, content)
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.board_updates.note_blocks(request_id, offer.prompt)
         self.go_on(offer, admitted={request_id})
         return offer
 
     def go_on(self, offer: Offer, **asked: object) -> None:
         """A step is over, and the next one computes more of a prompt, or all that is left."""
-        prompt, ticket = offer.prompt, offer.ticket
+        prompt = offer.prompt
         self.end_step(offer)
         before = prompt.num_computed_tokens
         after = prompt.num_prompt_tokens
         if self.world.random.random() < self.chunks:
             after = min(after, before + self.world.random.randint(1, self.layout.block_tokens))
-        # All blocks are its own from the beginning.
-        blocks = [] if before else [list(ticket.blocks)]
-        step = Scheduled(ticket.request_id, before, after, blocks, begins=not before)
-        self.board_updates.compute([step])
         self.hand_over(num_offers=self._num_offers, **asked)
         prompt.num_computed_tokens, prompt.num_in_flight = after, after - before
+        self.tell_computed(offer)
+
+    def tell_computed(self, offer: Offer) -> None:
+        """Tell of the full blocks of all steps that are over, as the scheduler does."""
+        prompt, ticket = offer.prompt, offer.ticket
+        if not (num_tokens := prompt.num_computed_tokens - prompt.num_in_flight):
+            return
+        blocks = [list(ticket.blocks[: num_tokens // self.layout.block_tokens])]
+        told = num_tokens, prompt.num_prompt_tokens, blocks
+        address, name = self.address, ticket.request_id
+        where = address.engine_id, address.host, address.port
+        self.publisher.compute(name, Computed("", *where, name, prompt.attempt, *told))
 
     def end_step(self, offer: Offer) -> None:
         """All workers have computed the step that is under way, if one is."""
@@ -178,6 +184,7 @@ class PrefillEngine(Engine):
         """A prompt that is not computed loses its blocks to others, and begins anew in some."""
         self.give_back(offer.ticket.blocks)
         offer.prompt.num_computed_tokens = offer.prompt.num_in_flight = 0
+        offer.prompt.attempt += 1
         blocks = self._allocate(offer.ticket.request_id, offer.ticket.num_tokens)
         assert blocks is not None
         offer.ticket = replace(offer.ticket, blocks=blocks)
@@ -193,17 +200,22 @@ class PrefillEngine(Engine):
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
         request_id = offer.ticket.request_id
-        self.board_updates.finish(request_id, State.ABORTED)
         self.hand_over(num_offers=self._num_offers, withdrawn={request_id})
         self._end(offer)
 
-    def offer(self, offer: Offer) -> Ticket:
-        """Hold a request's blocks for readers; returns what the router hears."""
+    def offer(self, offer: Offer) -> Ticket | None:
+        """Hold a request's blocks for readers; returns what the router hears.
+
+        None if nobody will read it.
+        """
         request_id = offer.ticket.request_id
         self.end_step(offer)
+        if request_id in self.publisher.given_up:
+            self.withdraw(offer)
+            return None
         offer.offered = True
         self._num_offers += 1
-        self.board_updates.offer(request_id, offer.ticket.num_tokens, [offer.ticket.blocks])
+        self.publisher.offer(request_id, {"ticket": offer.ticket}, offer.prompt.attempt)
         if self.is_ahead:
             for worker in self.workers:
                 worker.announced.append(
@@ -258,18 +270,8 @@ class PrefillEngine(Engine):
         """Whether nothing is held any more."""
         return not self.offers and super().is_over
 
-    def hand_over(self, **asked: object) -> SchedulerStep:
-        """Have all workers do something, and tell them what others are to see."""
-        return super().hand_over(board_updates=self.board_updates.take(), **asked)
-
-    def _announce(self, update: BoardUpdate) -> None:
-        """Tell workers ahead of steps; some hear nothing."""
-        for worker in self.workers:
-            if self.is_ahead and self.world.random.random() < 0.8:
-                worker.announced.append(update)
-
     def _end(self, offer: Offer) -> None:
-        self.board_updates.forget([offer.ticket.request_id])
+        self.publisher.end(offer.ticket.request_id, "it is over")
         del self.offers[offer.ticket.request_id]
         self.give_back(offer.ticket.blocks)
 

@@ -41,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     encode_notification,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import Gone
 
 LAYOUTS = [
     Layout(pp_size, tp_size, block_tokens)
@@ -215,7 +216,9 @@ class Simulation:
             engine.withdraw(offer)
         else:
             self._note(f"{engine.engine_id} offers {offer.ticket.request_id}")
-            self.tickets.append(engine.offer(offer))
+            ticket = engine.offer(offer)
+            if ticket is not None:
+                self.tickets.append(ticket)
 
     def begin_step(self) -> None:
         """A worker's engine comes to a step that was scheduled ahead."""
@@ -278,10 +281,42 @@ class Simulation:
     def admit(self) -> None:
         """A request that has waited has blocks, if there are enough."""
         for engine in self._decodes():
-            waiting = engine.may_have_blocks | engine.begun | engine.faults.keys()
-            request_id = self._any(sorted(waiting))
+            request_id = self._any(engine.may_have_blocks())
             if request_id is not None and engine.give_blocks(request_id) is not None:
                 self._note(f"{engine.engine_id} admits {request_id}")
+
+    def subscribe(self) -> None:
+        """A decode engine asks, or hears news."""
+        engine = self._any(self._decodes())
+        if engine is not None:
+            self._note(f"{engine.engine_id} asks or hears")
+            self._talk(engine, most=1)
+
+    def cut(self) -> None:
+        """A decode engine's connections with side channels are lost."""
+        engine = self._any(self._decodes())
+        if engine is not None:
+            self._note(f"{engine.engine_id} asks again")
+            engine.ask_again()
+
+    def _talk(self, engine: DecodeEngine, most: int) -> None:
+        """Carry questions of a decode engine, and the news of all prefill engines."""
+        engine.ask_in_time()
+        for _ in range(min(most, len(engine.questions))):
+            ticket, question = engine.questions.pop(0)
+            hosts = [each for each in self._prefills() if each.address.host == ticket.address.host]
+            if not hosts:
+                engine.inbox.append(Gone(question.asker, "its engine has ended"))
+                continue
+            hosts[0].publisher.ask(engine.engine_id.encode(), question, self.world.now_s)
+        decodes = {each.engine_id.encode(): each for each in self._decodes()}
+        for prefill in self._prefills():
+            prefill.publisher.expire(self.world.now_s, self.world.now_s)
+            for connection, news in prefill.publisher.take().items():
+                if connection in decodes:
+                    decodes[connection].inbox += news
+        for _ in range(min(most, len(engine.inbox))):
+            engine.note(engine.inbox.pop(0))
 
     def abort(self) -> None:
         """The client of an early request leaves."""
@@ -289,7 +324,7 @@ class Simulation:
         if engine is None:
             return
         early = [each for each, request in engine.reading.items() if request.is_early]
-        request_id = self._any([*engine.parked, *early])
+        request_id = self._any([*dict.fromkeys([*engine.parked, *early])])
         if request_id is not None:
             self._note(f"{engine.engine_id} aborts {request_id}")
             engine.abort(request_id)
@@ -418,6 +453,8 @@ class Simulation:
             self.read: 4.5,
             self.park: random.choice((0.0, 4.0)),
             self.admit: 4.0,
+            self.subscribe: 12.0,
+            self.cut: some(1.0),
             self.abort: some(1.0),
             self.refuse: 0.5,
             self.compute: 2.0,
@@ -537,7 +574,8 @@ class Simulation:
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
-            for request_id in sorted(engine.may_have_blocks | engine.begun | engine.faults.keys()):
+            self._talk(engine, most=1000)
+            for request_id in engine.may_have_blocks():
                 engine.give_blocks(request_id)
         for worker in self._workers():
             while worker.announced:
@@ -617,6 +655,8 @@ class Simulation:
             engine.close()
         self.engines.remove(engine)
         self.gone.append(engine)
+        for each in self._decodes():
+            each.note_end(engine.address)
 
     def _count(self, engine: Engine) -> None:
         if isinstance(engine, DecodeEngine):

@@ -16,17 +16,12 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import (
-    watched_engine,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
-    EarlyRequests,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -254,14 +249,28 @@ def backlog_is_forgotten(monkeypatch):
     monkeypatch.setattr(Transfers, "is_moving", property(lambda self: bool(self._posted)))
 
 
-def looks_at_boards_have_no_end(monkeypatch):
-    """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
-    monkeypatch.setattr(watched_engine, "BOARD_READ_LIMIT_S", math.inf)
+def requests_that_nobody_has_are_waited_for(monkeypatch):
+    """A request that only the decode engine has been sent waits for ever."""
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", math.inf)
+
+
+def endings_are_not_told(monkeypatch):
+    """Nobody hears that a prompt is not computed any more."""
+    end = subscriptions.Publisher.end
+
+    def quietly(self, request_id, reason):
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            self._subscribers.pop(prompt.asker, None)
+        end(self, request_id, reason)
+
+    monkeypatch.setattr(subscriptions.Publisher, "end", quietly)
+    monkeypatch.setattr(subscriptions, "KNOWN_WITHIN_S", math.inf)
 
 
 def clients_that_leave_are_not_heard_of(monkeypatch):
     """Their blocks stay until prompts are computed that nobody wants."""
-    monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
+    monkeypatch.setattr(ConsumerSide, "abandon", lambda *_: None)
 
 
 def attempts_are_not_compared(monkeypatch):
@@ -292,7 +301,8 @@ WEIGHTS = {
     spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
     hung_reads_of_failed_requests_have_no_deadline: {"hang": 6.0, "lose_read": 8.0},
     lookups_that_nobody_wants_break_nothing_off: {"hang": 6.0, "fail_read": 8.0},
-    looks_at_boards_have_no_end: {"park": 8.0, "hang": 4.0},
+    requests_that_nobody_has_are_waited_for: {"park": 8.0},
+    endings_are_not_told: {"park": 8.0},
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
     attempts_are_not_compared: PROMPTS,
     prefetched_parts_are_not_accounted_for: {**PROMPTS, "abort": 8.0},
@@ -332,7 +342,8 @@ PLANTED = [
     (peers_are_never_due, "is not over"),
     (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
     (backlog_is_forgotten, "sleeps though"),
-    (looks_at_boards_have_no_end, "is not over"),
+    (requests_that_nobody_has_are_waited_for, "is not over"),
+    (endings_are_not_told, "is not over"),
     (clients_that_leave_are_not_heard_of, "in its time|is not over"),
     (attempts_are_not_compared, "other bytes"),
     (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),

@@ -329,7 +329,7 @@ class TestConnections:
 
     def test_lost_connection_is_made_again(self, monkeypatch):
         """A network that drops one costs no handshake."""
-        passing, lost = handshake_client.relay, []
+        passing, lost = zmtp.relay, []
 
         async def lose_the_first(*arguments):
             if not lost:
@@ -337,7 +337,7 @@ class TestConnections:
                 raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
             await passing(*arguments)
 
-        monkeypatch.setattr(handshake_client, "relay", lose_the_first)
+        monkeypatch.setattr(zmtp, "relay", lose_the_first)
         with serving() as server:
             assert fetch(server.port) == WORKERS
         assert lost
@@ -389,7 +389,7 @@ class TestConnections:
         async def fail(*_: object) -> None:
             raise zmq.ZMQError(raised[-1])
 
-        monkeypatch.setattr(handshake_client, "relay", fail)
+        monkeypatch.setattr(zmtp, "relay", fail)
         with serving() as server, asking() as client:
             for code in codes:
                 raised.append(code)

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -156,15 +157,15 @@ class NixlConnector(UpstreamConnector):
         if self.connector_scheduler is not None:
             self.connector_scheduler.set_block_pool(gpu_block_pool)
 
-    def bind_engine_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Let the engine's core rest while it only waits for workers, which wake it."""
+    def hold_back(self, request: Request, resume: Callable[[], None]) -> bool:
+        """Return whether a request is not added yet: another engine computes its prompt."""
         assert self.connector_scheduler is not None
-        self.connector_scheduler.set_wakeup(wakeup)
+        return self.connector_scheduler.hold_back(request, resume)
 
-    def get_idle_timeout(self, num_running: int, num_waiting: int) -> float | None:
-        """Return for how many seconds the core may wait after a step that computed nothing."""
+    def drop_held(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that are held back: their clients have left."""
         assert self.connector_scheduler is not None
-        return self.connector_scheduler.idle_timeout_s(num_running, num_waiting)
+        self.connector_scheduler.drop(request_ids)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -196,9 +197,9 @@ class NixlConnector(UpstreamConnector):
         assert isinstance(connector_metadata, ReshardConnectorMetadata)
         self._worker.submit(connector_metadata)
         if FAILED_READS_ARE_NAMED:
-            receive = connector_metadata.receive.items()
-            begun = (name for name, each in receive if any(each.local_block_ids))
-            self._reports.note_started(begun, connector_metadata.failed)
+            begun = (*connector_metadata.prefetch.items(), *connector_metadata.receive.items())
+            names = (name for name, each in begun if any(each.local_block_ids))
+            self._reports.note_started(names, connector_metadata.failed)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: reads began when the metadata was bound."""
@@ -224,9 +225,7 @@ class NixlConnector(UpstreamConnector):
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """Return reports for the scheduler that vLLM would not pass on at once."""
-        news = self._worker.take_news()
-        news.failed |= self._reports.take_news()
-        return news or None
+        return WorkerNews(self._reports.take_news(), self._worker.take_shortages()) or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """Return outputs for the clients of requests that were received with a first token."""

@@ -74,16 +74,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
-    BoardUpdate,
-    Record,
-    State,
-    encode_record,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import with_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
-    RemoteRequest,
 )
 
 pytestmark = requires_base(
@@ -408,8 +401,8 @@ def test_either_order_of_a_convolutions_state_is_read(engines, here, there):
 def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode):
     """It is the state after all tokens: what it is after some of them is of no use."""
     family = FAMILIES["mamba 2"]
-    p = engines("prefill", family, early_dispatch=True)
-    d = engines("decode", family, early_dispatch=True, **decode)
+    p = engines("prefill", family)
+    d = engines("decode", family, **decode)
     computed_tokens = 2 * BLOCK_TOKENS
     p.fill(1, P_IDS)
     d.fill(2, D_IDS)
@@ -418,26 +411,20 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
     for rank, memory in expected.items():
         d.write(memory, rank, 1, D_IDS)
     address, progress = p.serve(), Progress(p, d)
-    computed = Record.of("p-a", computed_tokens, [P_IDS[0][:2], []], attempt=1)
-    p.start(
-        admitted={"p-a"},
-        board_updates=[
-            BoardUpdate(1, "a", State.KNOWN, "p-a", encode_record(computed), computed_tokens)
-        ],
-    )
-    request = Receive(address, "a", list(D_IDS), [], NUM_TOKENS, NUM_TOKENS, OFFER, is_early=True)
-    d.start(early={"d-a": RemoteRequest(address, "a")}, receive={"d-a": request})
+    p.start(admitted={"p-a"})
+    told = [P_IDS[0][:2], []]
+    part = Receive(address, "p-a", list(D_IDS), told, NUM_TOKENS, computed_tokens, attempt=1)
+    d.start(prefetch={"d-a": part})
     for worker in d.workers.values():
         stats_with(worker, "prefetched_bytes", progress)
     for rank, memory in d.memory.items():
         # A block of the cache is whole, and of the state nothing is here.
         np.testing.assert_array_equal(memory[:, D_IDS[0][:2]], expected[rank][:, D_IDS[0][:2]])
         np.testing.assert_array_equal(memory[:, D_IDS[1]], before[rank][:, D_IDS[1]])
-    offered = Record.of("p-a", NUM_TOKENS, P_IDS, attempt=1)
-    p.start(
-        offered={"p-a": Offer(with_blocks(OFFER, list(P_IDS)), 30.0)},
-        board_updates=[BoardUpdate(2, "a", State.OFFERED, "p-a", encode_record(offered))],
-    )
+    bound = with_blocks(OFFER, list(P_IDS))
+    p.start(offered={"p-a": Offer(bound, 30.0)})
+    ids, counts = (list(D_IDS), list(P_IDS)), (NUM_TOKENS, NUM_TOKENS)
+    d.start(receive={"d-a": Receive(address, "p-a", *ids, *counts, bound, attempt=1)})
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for rank, memory in d.memory.items():

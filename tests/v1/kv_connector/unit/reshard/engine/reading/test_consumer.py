@@ -23,16 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peer
     Peer,
     PeerTable,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.watched_requests import (
-    Refusal,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.doubt import BlocksInDoubt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
-    ReadFailure,
     ReshardStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
@@ -48,7 +44,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
     RequestBlocks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import suspended
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
@@ -298,7 +293,7 @@ class Prefetching:
             Transfers, "promote", lambda _, reads: self.promoted.append(reads.request_id)
         )
         self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
-        self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
+        self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8)
         peer = worker.peers.get_or_connect(self.source, 0.0)
         worker.poll()
         worker.answer()
@@ -313,8 +308,8 @@ class Prefetching:
         """The source has computed some of the prompt."""
         told = [[5, 6][: num_tokens // 4]]
         part = replace(self.early, remote_block_ids=told, remote_tokens=num_tokens, attempt=attempt)
-        part = replace(part, remote_request_id="p-x", is_early=False)
-        self.worker.reads.prefetch("d", self.early, part, 0.0)
+        part = replace(part, remote_request_id="p-x")
+        self.worker.reads.prefetch("d", part, 0.0)
 
     def offer(self, attempt: int = 1) -> None:
         """It is offered."""
@@ -324,7 +319,6 @@ class Prefetching:
             remote_request_id="p-x",
             remote_block_ids=[[5, 6]],
             fingerprint=bound,
-            is_early=False,
             attempt=attempt,
         )
         self.worker.reads.start_request("d", whole, 1.0)
@@ -457,9 +451,7 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
     """Its read may hang with an engine that is there: it has a deadline, and is broken off then."""
     prefetching.compute(5)
     reads = prefetching.worker.reads
-    state = ReadState.IN_LAST_CHUNK
-    refusal = Refusal("d", prefetching.early, "its prefill was aborted", None, state, 0.5)
-    reads.refuse(refusal, 1.0)
+    reads.start_request("d", replace(prefetching.early, fault="its prefill was aborted"), 1.0)
     assert prefetching.advance() == [] and prefetching.worker.failed == ["d"]
     assert reads.next_due_s == 601.0
     broken_off: list = []
@@ -477,20 +469,6 @@ def test_offer_whose_beginning_fails_is_its_requests_failure_alone(prefetching, 
     prefetching.offer()
     assert prefetching.worker.failed == ["d"]
     assert prefetching.arrive(0) == ["d"]
-
-
-def test_line_of_a_request_that_is_not_offered_tells_what_it_waited_for(worker, caplog_vllm):
-    """And for how long: not that it waited for its peer, since just now."""
-    source = RemoteEngineAddress("engine0", "p0.example", 5600)
-    early = Receive(source, "x", [[7, 8]], [], 8, 8, is_early=True)
-    state, failure = ReadState.AWAITING_PREFILL, ReadFailure.PREFILL
-    refusal = Refusal("d", early, "it was not offered there within 600 s", failure, state, 5.0)
-    worker.reads.refuse(refusal, 605.0)
-    assert worker.poll(now_s=605.0) == worker.failed == ["d"]
-    assert (
-        "KV cache of request d could not be read from engine engine0 (waiting for its prefill for "
-        "600.0 s): it was not offered there within 600 s" in caplog_vllm.text
-    )
 
 
 def test_log_tells_how_many_bytes_were_read(prefetching, caplog_vllm):

@@ -36,13 +36,3 @@ def test_workers_hear_once_of_the_begin_and_the_end():
         requests.end("another")
     assert next_step(requests) == ({}, {"a"})
     assert next_step(requests) == ({}, set())
-
-
-def test_request_that_ends_before_the_step_is_never_told_of():
-    """Unless workers hear of it otherwise: then they hear of its end."""
-    requests = AwaitedRequests()
-    requests.begin("a", REMOTE)
-    requests.begin("early", None)
-    requests.end("a")
-    requests.end("early")
-    assert next_step(requests) == ({}, {"early"})

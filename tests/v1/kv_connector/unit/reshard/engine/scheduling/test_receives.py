@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
 SECRET = 7 << 40
 
 
-def read_for(asked, local_block_ids, refusal=None) -> Receive:
+def read_for(asked, local_block_ids) -> Receive:
     """What is read where a prefill engine computes all of a prompt but its last token."""
-    return receive_of(asked, local_block_ids, asked.num_prompt_tokens - 1, refusal)
+    return receive_of(asked, local_block_ids, asked.num_prompt_tokens - 1)
 
 
 def test_what_is_held_is_read_into_the_blocks():
@@ -74,12 +74,6 @@ def test_parameters_with_a_fault_name_no_engine():
     receive = read_for(request(faulty("its parameters are odd")), [[1, 2]])
     assert receive.fault == "its parameters are odd" and receive.source.port == 0
     assert receive.local_block_ids == [[1, 2]] and receive.fingerprint is None
-
-
-def test_request_that_will_not_be_offered_fails_in_its_blocks():
-    """The engine that it waited for is named."""
-    receive = read_for(request(PARAMS), [[1]], "its prefill was aborted")
-    assert receive.fault == "its prefill was aborted" and receive.source.engine_id == "prefill"
 
 
 def test_trace_goes_with_the_request():

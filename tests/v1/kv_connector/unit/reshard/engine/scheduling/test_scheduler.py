@@ -553,7 +553,11 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     owner, given_back = scheduler(), []
     pool = SimpleNamespace(free_blocks=given_back.extend)
     owner.set_kv_cache_manager(
-        SimpleNamespace(block_pool=pool, pop_blocks_for_free=lambda _: ["first", "second"])
+        SimpleNamespace(
+            block_pool=pool,
+            pop_blocks_for_free=lambda _: ["first", "second"],
+            get_block_ids=lambda _: ([],),
+        )
     )
 
     def report(**told) -> None:

@@ -8,7 +8,6 @@ transfer_engine             the connector's thread in a worker, and what it poll
 caches                      what a worker's KV caches hold, and what their bytes mean
 connecting                  other engines: handshakes, connections, back-off
 reading                     requests that this engine reads
-early                       requests that another engine is still computing
 producer                    requests that this worker holds for others
 pcp_replica                 workers whose caches others serve
 failed_reads                what both halves do when blocks cannot be read

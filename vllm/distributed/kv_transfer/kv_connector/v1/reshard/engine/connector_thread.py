@@ -30,7 +30,6 @@ from threading import Event, Thread
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
-from ..transport.doorbell import Ringer
 from .metadata import Report
 from .stalls import STALL_S, StallWatch
 from .transfer_engine import Incoming, SchedulerStep, TransferEngine
@@ -82,10 +81,6 @@ class ConnectorThread:
         clock: Monotonic clock, in seconds.
         prepare: Called by the thread before everything else.
         watched: Watches of the connector's other threads; this thread logs those that stall.
-
-    Attributes:
-        ringer: Wakes a scheduler that rests; None where it does not. The engine's thread sets it,
-            and the connector's rings it.
     """
 
     def __init__(
@@ -110,10 +105,6 @@ class ConnectorThread:
         # Hints for the engine's thread, which the connector's writes.
         self._moves = False
         self._holds = False
-        self.ringer: Ringer | None = None
-        # Whether the scheduler may rest after this step, so that reports ring; the engine's thread
-        # writes it.
-        self._rings = False
         self._tick_at_s = 0.0
         # When this thread's next poll should have begun, by `time.monotonic`.
         self._round_by_s = math.inf
@@ -129,17 +120,12 @@ class ConnectorThread:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
-    def begin_step(self, *, is_idle: bool = False) -> None:
-        """Begin a step of the engine's thread, which `collect` ends.
-
-        Args:
-            is_idle: Whether the scheduler may rest after this step.
-        """
-        self._rings = is_idle
+    def begin_step(self) -> None:
+        """Begin a step of the engine's thread, which `collect` ends."""
         self._step_watch.begin(self._clock())
 
     def hand_over(self, incoming: Incoming) -> None:
-        """Queue a step, an announcement or a board update for the next poll."""
+        """Queue a step or an announcement for the next poll."""
         self._incoming.append(incoming)
         self._news.set()
 
@@ -184,8 +170,6 @@ class ConnectorThread:
                 _CLOSE_LIMIT_S,
             )
             return
-        if self.ringer is not None:
-            self.ringer.close()
         ends_s = time.monotonic() + _DRAIN_LIMIT_S
         while self._transfer_engine.drain(self._clock()) and time.monotonic() < ends_s:
             time.sleep(_LONGEST_REST_S)
@@ -231,8 +215,6 @@ class ConnectorThread:
             report = self._transfer_engine.poll(self._taken, now_s)
             if report:
                 self._reports.append(report)
-                if report.is_awaited and self._rings and self.ringer is not None:
-                    self.ringer.ring()
             self._transfer_engine.tell_producers(now_s)
             self._see_how_late_it_is()
         finally:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..protocol.fingerprint import fingerprint
 from ..protocol.params import own_adapter
 from .caches.releases import ITEM_HASHES
 
@@ -55,6 +56,16 @@ def content_token_ids(request: Request) -> Sequence[int]:
         return token_ids
     prompt = [token if is_token else 0 for token, is_token in zip(token_ids, mask, strict=False)]
     return [*prompt, *token_ids[len(prompt) :]]
+
+
+def prompt_digest(request: Request) -> int:
+    """Return a digest of a new request's prompt, equal at both engines.
+
+    Without its adapter and embeddings: it tells requests of one name apart, and binds nothing.
+    """
+    keys: list[object] = [item.identifier for item in request.mm_features]
+    keys.append(request.cache_salt)
+    return fingerprint(content_token_ids(request), request.num_prompt_tokens, keys, []).content
 
 
 def _embeddings_digest(request: Request, num_tokens: int) -> str:

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from vllm.v1.request import RequestStatus
-
 from ..protocol.ids import RequestId
 
 if TYPE_CHECKING:
@@ -68,7 +66,9 @@ class ReadReports:
             begun: Requests that have something to read from this step on.
             told: Requests whose reads have failed, here or at another worker.
         """
-        self._reads.update(dict.fromkeys(begun, _Read.GOING_ON))
+        for request_id in begun:
+            # Of one that is read before it is offered, more than one step says so.
+            self._reads.setdefault(request_id, _Read.GOING_ON)
         self._told.update(told)
 
     def advance(
@@ -168,12 +168,6 @@ class ReadBook:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def num_loading(self) -> int:
-        """Number of requests that wait only for their blocks to be read."""
-        requests = (entry.request for entry in self._entries.values())
-        return sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
 
     @property
     def num_taken_blocks(self) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ..protocol.board import BoardUpdate
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
@@ -53,6 +52,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         receive: Requests to read blocks for.
+        prefetch: Requests that are not offered yet, each with what can be read of it by now.
         given_up: Remote requests to give up, as this engine refused theirs. Their holders are
             notified.
         failed: Requests that some worker could not read. Nothing more need be read for them, and
@@ -64,18 +64,13 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             are older than the step.
         announcer: Address to receive offers from before their step; None if there is no need, or
             if it was sent before.
-        doorbell: Address to ring; None if the scheduler does not rest, or if it was sent before.
-        is_idle: Whether the scheduler may rest after this step, so that workers must ring when they
-            have something to report.
         awaited: Requests that wait for blocks from now on, and whose leases are renewed until they
             have ended.
         ended: Requests that have stopped waiting.
-        early: Requests that other engines compute and may not have offered yet, each under the name
-            that both engines have for it.
-        board_updates: Changes to what other engines may see of requests that this one computes.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
+    prefetch: dict[RequestId, Receive] = field(default_factory=dict)
     given_up: list[Receive] = field(default_factory=list)
     failed: set[RequestId] = field(default_factory=set)
     admitted: set[RequestId] = field(default_factory=set)
@@ -83,17 +78,14 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered: dict[RequestId, Offer] = field(default_factory=dict)
     num_offers: int = 0
     announcer: InternalAddress | None = None
-    doorbell: InternalAddress | None = None
-    is_idle: bool = False
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
-    early: dict[RequestId, RemoteRequest] = field(default_factory=dict)
-    board_updates: list[BoardUpdate] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether anything is requested."""
         return bool(
             self.receive
+            or self.prefetch
             or self.given_up
             or self.admitted
             or self.withdrawn
@@ -101,8 +93,6 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.awaited
             or self.ended
             or self.failed
-            or self.early
-            or self.board_updates
         )
 
 
@@ -113,40 +103,20 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: Requests that a worker could not read.
-        begun: Requests of `early` whose prompts are partly computed.
-        may_have_blocks: Requests of `early` that may have blocks.
-        faults: Requests of `early` that will not be read, each with the reason.
-        first_tokens: First tokens that came with the offers of some requests of `early`.
         shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
             can.
     """
 
     failed: set[RequestId] = field(default_factory=set)
-    begun: set[RequestId] = field(default_factory=set)
-    may_have_blocks: set[RequestId] = field(default_factory=set)
-    faults: dict[RequestId, str] = field(default_factory=dict)
-    first_tokens: dict[RequestId, int] = field(default_factory=dict)
     shortages: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
-
-    def add(self, other: WorkerNews) -> None:
-        """Add reports that are later, or another worker's."""
-        self.failed |= other.failed
-        self.begun |= other.begun
-        self.may_have_blocks |= other.may_have_blocks
-        self.faults |= other.faults
-        self.first_tokens |= other.first_tokens
-        self.shortages |= other.shortages
+        return bool(self.failed or self.shortages)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Return two workers' reports in one."""
         assert isinstance(other, WorkerNews)
-        both = WorkerNews()
-        both.add(self)
-        both.add(other)
-        return both
+        return WorkerNews(self.failed | other.failed, self.shortages | other.shortages)
 
 
 @dataclass(slots=True)
@@ -158,15 +128,16 @@ class Report:
         received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks, which may still be written
             until the request is in `received`.
+        shortages: Whether the worker can serve further engines, if that has changed: see
+            `WorkerNews`.
         stats: Metrics; None without any.
-        news: News of requests that are not offered yet.
     """
 
     sent: set[RequestId] = field(default_factory=set)
     received: set[RequestId] = field(default_factory=set)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
+    shortages: dict[str, str] = field(default_factory=dict)
     stats: ReshardStats | None = None
-    news: WorkerNews = field(default_factory=WorkerNews)
 
     def __bool__(self) -> bool:
         return self.is_awaited or self.stats is not None
@@ -174,14 +145,14 @@ class Report:
     @property
     def is_awaited(self) -> bool:
         """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed or self.news)
+        return bool(self.sent or self.received or self.failed or self.shortages)
 
     def add(self, later: Report) -> None:
         """Merge a later report into this one."""
         self.sent |= later.sent
         self.received |= later.received
+        self.shortages |= later.shortages
         self.failed |= later.failed
-        self.news.add(later.news)
         if self.stats is None:
             self.stats = later.stats
         elif later.stats is not None:

@@ -17,7 +17,7 @@ from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
 from .caches.ranks import shares_over_pcp
-from .metadata import ReshardConnectorMetadata, WorkerNews
+from .metadata import ReshardConnectorMetadata
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class PcpReplicaWorker:
         """Do nothing: no other engine accesses these caches."""
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
-        """Record the offers of this step; announcements and boards do not concern this worker."""
+        """Record the offers of this step; announcements do not concern this worker."""
         # Withdrawn requests first: an id may be used again in the same step.
         self._admitted -= metadata.withdrawn
         self._admitted |= metadata.admitted
@@ -109,9 +109,9 @@ class PcpReplicaWorker:
         """Return no failures, as nothing is read."""
         return {}
 
-    def take_news(self) -> WorkerNews:
-        """Return no news, as nothing is watched or received."""
-        return WorkerNews()
+    def take_shortages(self) -> dict[str, str]:
+        """Return no shortages, as no other engine is met."""
+        return {}
 
     def take_stats(self) -> ReshardStats | None:
         """Return None, as nothing is moved; the serving worker counts the held blocks."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.board import Board, BoardUpdate
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import Notice, ProducerLedger, Receipt
@@ -61,11 +60,10 @@ class ProducerSide:
     """The requests whose blocks a worker holds.
 
     Args:
-        agent: This worker's agent, which registers the lease table and the board.
+        agent: This worker's agent, which registers the lease table.
         renewal_s: Seconds for which a renewal extends a lease.
         stats: Its metrics.
         name: The worker's name, for traces.
-        board: Shows readers the progress of requests; None to show none.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class ProducerSide:
         renewal_s: float,
         stats: ReshardStats,
         name: str = "",
-        board: Board | None = None,
     ) -> None:
         self._name = name
         self._agent = agent
@@ -84,9 +81,6 @@ class ProducerSide:
         self._table = LeaseTable()
         address = self._table.address
         agent.register([(address.address, address.size_bytes, 0)], "DRAM")
-        self._board = board
-        if board is not None:
-            agent.register([(board.address, board.size_bytes, 0)], "DRAM")
         self._requests: dict[RequestId, _Request] = {}
         self._held_blocks = 0
         self._counted_blocks = 0
@@ -105,11 +99,6 @@ class ProducerSide:
     def table_address(self) -> LeaseTableAddress:
         """Address of the lease table, for readers."""
         return self._table.address
-
-    @property
-    def board_address(self) -> int:
-        """Address of the board, for readers; 0 without a board."""
-        return 0 if self._board is None else self._board.address
 
     def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Apply the scheduler's metadata of a step."""
@@ -138,20 +127,14 @@ class ProducerSide:
             else:
                 # Its readers were done before the offer.
                 offered.end_trace(HeldState.RELEASED, "", now_s)
-        if self._board is not None:
-            # Last, so that a reader which sees an offer on the board finds its lease.
-            self._board.tell(metadata.board_updates)
 
-    def apply_announcement(self, announcement: Announcement | BoardUpdate) -> None:
-        """Show an offer or a board update to readers, before the step that carries it.
+    def apply_announcement(self, announcement: Announcement) -> None:
+        """Show an offer to readers, before the step that carries it.
 
         That step does the rest: until then no reader can release the request, and no lease runs.
         An announcement that arrives after it is ignored: the id may be another request's by then.
         """
-        if isinstance(announcement, BoardUpdate):
-            if self._board is not None:
-                self._board.announce(announcement)
-        elif announcement.number > self._num_offers:
+        if announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def stood_still(self, for_s: float) -> None:
@@ -191,8 +174,6 @@ class ProducerSide:
         for request_id in self._gone:
             # Before the scheduler may reuse the blocks: see `leases`.
             self._table.remove(request_id)
-            if self._board is not None:
-                self._board.release(request_id)
         self._tell_mismatches()
         if self._held_blocks != self._counted_blocks:
             self._counted_blocks = self._held_blocks

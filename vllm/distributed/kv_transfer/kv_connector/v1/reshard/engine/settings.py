@@ -66,8 +66,8 @@ class Settings(
             quantized checkpoint's; adapters must be the same in any case.
         missing_draft_layers: What to do with a draft's layers that the engine read from lacks:
             `refuse` the engine, or let the draft start cold and `compute` them.
-        early_dispatch: On both engines: whether routers may send a request to both at once. The
-            prefill engine shows how far it is, and the decode engine waits for it.
+        early_dispatch: On prefill engines: whether they tell routers to send a request to both
+            engines at once. The decode engine asks the prefill engine for it.
         seed_first_token: On both engines: whether an answer begins with the token that the prefill
             engine has sampled, if the decode engine would compute the same.
         bidirectional_kv_xfer: On both engines: whether a prefill engine reads the last turn's

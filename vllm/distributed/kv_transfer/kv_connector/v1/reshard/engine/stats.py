@@ -84,11 +84,8 @@ class ReadFailure(str, Enum):
     """Why the blocks of a request could not be read."""
 
     PARAMETERS = "parameters"
-    """Its `kv_transfer_params` do not locate the blocks, or name blocks that do not exist."""
-
-    PREFILL = "prefill"
-    """It was sent to both engines at once, and the prefill engine did not offer it: it was aborted
-    there, was never known, or the engine is gone."""
+    """Its `kv_transfer_params` do not locate the blocks, or name blocks that do not exist; or it
+    was sent to both engines at once, and the prefill engine did not offer it."""
 
     HANDSHAKE = "handshake"
     """The engine that holds the blocks could not be connected."""

@@ -11,8 +11,6 @@ The page of metrics shows what follows (`python -m tools.docs`).
 Spans:
     offer: On a prefill worker: from the step that says that the blocks are held, until they are
         free.
-    prefill: Of a request that was sent to both engines and will not be offered: from how far it was
-        seen to be, until it fails.
     prefetch: From when blocks of a prompt are read while it is computed, until it is offered or
         fails.
     wait: From when the worker hears of the request, until its reads are queued: the handshake, and

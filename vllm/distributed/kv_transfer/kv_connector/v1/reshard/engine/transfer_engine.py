@@ -20,7 +20,6 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
-from ..protocol.board import BoardUpdate
 from ..protocol.messages import Announcement
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
@@ -29,7 +28,6 @@ from ..transport.lane import Lane
 from ..transport.limits import FileWatch
 from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
-from .early.requests import EarlyRequests
 from .metadata import Report, ReshardConnectorMetadata
 from .producer import ProducerSide
 from .queues import taken_once_done
@@ -68,9 +66,9 @@ class SchedulerStep:
     before: Event | None = None
 
 
-Incoming = SchedulerStep | Announcement | BoardUpdate
-"""Input of a poll. The last two are ahead of the step that carries them, and come from a thread
-other than the engine's."""
+Incoming = SchedulerStep | Announcement
+"""Input of a poll. The last is ahead of the step that carries it, and comes from a thread other
+than the engine's."""
 
 
 def _budget() -> Budget:
@@ -90,7 +88,6 @@ class TransferEngine:
         renewals: The leases that it renews.
         stats: Its metrics.
         budget: Makes a budget for posting or polling, which begins when it is called.
-        early: The requests that are not offered yet; None without early dispatch.
 
     Attributes:
         files: Watch on what this process has open.
@@ -107,7 +104,6 @@ class TransferEngine:
         renewals: Renewals,
         stats: ReshardStats,
         budget: Callable[[], Budget] = _budget,
-        early: EarlyRequests | None = None,
     ) -> None:
         self.agent = agent
         self.producer = producer
@@ -118,7 +114,6 @@ class TransferEngine:
         self._renewals = renewals
         self._stats = stats
         self._budget = budget
-        self._early = early
         self.files = FileWatch(stats.record_open_files)
         # Input that was not applied yet, in order.
         self._incoming: deque[Incoming] = deque()
@@ -153,8 +148,6 @@ class TransferEngine:
                 break
             self._apply(each, now_s)
         self._advance_peers(now_s)
-        if self._early is not None:
-            self._advance_early(self._early, now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
             self.consumer.renew(address, request_ids)
         self.consumer.begin(now_s, self._budget())
@@ -167,7 +160,7 @@ class TransferEngine:
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
             if self.files.look(now_s):
-                report.news.shortages[self.agent.name] = self.files.shortage
+                report.shortages[self.agent.name] = self.files.shortage
         # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()
@@ -177,8 +170,6 @@ class TransferEngine:
     def stood_still(self, for_s: float) -> None:
         """Extend deadlines by seconds for which a poll was delayed."""
         self.producer.stood_still(for_s)
-        if self._early is not None:
-            self._early.stood_still(for_s)
 
     def tell_producers(self, now_s: float) -> None:
         """Send the queued notifications, and close drained connections and lanes.
@@ -206,20 +197,17 @@ class TransferEngine:
 
     @property
     def has_moved(self) -> bool:
-        """True if the last poll saw a read arrive or found a record: more will arrive soon."""
-        return self.transfers.has_moved or (self._early is not None and self._early.has_moved)
+        """True if the last poll saw a read arrive: more will arrive soon."""
+        return self.transfers.has_moved
 
     @property
     def is_moving(self) -> bool:
         """True while a poll soon may have results of requests."""
-        is_looking = self._early is not None and self._early.is_looking
-        return bool(self._incoming or self._has_ended or is_looking or self.consumer.is_moving)
+        return bool(self._incoming or self._has_ended or self.consumer.is_moving)
 
     def next_due_s(self, now_s: float) -> float | None:
         """Return when the next poll is due if nothing happens before; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
-        if self._early is not None:
-            due_s.append(self._early.next_due_s)
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
@@ -248,20 +236,13 @@ class TransferEngine:
         if metadata is None:
             return
         self.producer.apply_metadata(metadata, now_s)
-        early = self._early
-        if early is not None:
-            early.begin(metadata.early, now_s)
+        for request_id, part in metadata.prefetch.items():
+            self.consumer.prefetch(request_id, part, now_s)
         for request_id, receive in metadata.receive.items():
-            if early is not None and receive.is_early:
-                early.take_over(request_id, receive)
-            else:
-                self.consumer.start_request(request_id, receive, now_s)
+            self.consumer.start_request(request_id, receive, now_s)
         for receive in metadata.given_up:
             self.consumer.start_request("given up", receive, now_s)
         self.consumer.abandon(metadata.failed)
-        if early is not None:
-            early.give_up(metadata.failed, "another worker could not read it")
-            early.give_up(metadata.ended, "its client has left")
         self._renewals.stop(metadata.ended)
         self._renewals.begin(metadata.awaited)
         self._renewals.stop(
@@ -275,7 +256,7 @@ class TransferEngine:
         self._news += self.peers.advance(now_s)
         for address, lowered, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
-            self.consumer.trace_handshake(address, duration_s, now_s)
+            self.consumer.note_handshake(address, duration_s, now_s)
             logger.info(
                 "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
                 quote(address.engine_id),
@@ -293,8 +274,6 @@ class TransferEngine:
             self.consumer.on_connected(peer)
             return
         address = peer.address
-        if self._early is not None:
-            self._early.on_handshake_failed(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
         # One line for all of them, as the remedy is the same. If only renewals requested the
@@ -308,21 +287,6 @@ class TransferEngine:
             one_line(named(failed)),
             one_line(error),
         )
-
-    def _advance_early(self, early: EarlyRequests, now_s: float) -> None:
-        """Watch requests that are not offered yet, and start those that can be read."""
-        early.advance(now_s)
-        self._renewals.begin(early.take_renewed())
-        for computed in taken_once_done(early.computed):
-            self.consumer.prefetch(*computed, now_s)
-        if early.ready:
-            for request_id, receive, offered_at_s in taken_once_done(early.ready):
-                self.consumer.start_request(request_id, receive, now_s, offered_at_s)
-            # So that they begin in this poll: their engine is connected.
-            self._advance_peers(now_s)
-        for refusal in taken_once_done(early.refused):
-            self.consumer.refuse(refusal, now_s)
-        self._report.news.add(early.take_news())
 
 
 def _may_begin(incoming: Incoming) -> bool:

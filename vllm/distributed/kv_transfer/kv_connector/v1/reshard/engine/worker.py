@@ -22,7 +22,6 @@ from vllm.platforms import current_platform
 from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..plan.shards import Shard
-from ..protocol.board import Board
 from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
@@ -31,7 +30,6 @@ from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
-from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
 from ..transport.limits import listeners, listeners_told, raise_file_limit
@@ -51,8 +49,7 @@ from .connecting.dialer import Dialer, LocalEndpoint
 from .connecting.peers import PeerTable
 from .connector_thread import ConnectorThread
 from .devices import CacheDevice
-from .early.requests import EarlyRequests
-from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
+from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .producer import ProducerSide
 from .reading.consumer import ConsumerSide
 from .reading.notifier import Notifier
@@ -122,12 +119,9 @@ class ReshardWorker:
             lambda: renewals.sources,
         )
         notifier = Notifier(self._name, stats)
-        is_early = self._settings.early_dispatch
-        early = EarlyRequests(peers, stats.record_prefill_wait) if is_early else None
-        board = Board(engine_id) if is_early else None
         self._transfer_engine = TransferEngine(
             agent,
-            ProducerSide(agent, self._settings.lease_s, stats, self._name, board),
+            ProducerSide(agent, self._settings.lease_s, stats, self._name),
             peers,
             self._transfers,
             ConsumerSide(
@@ -141,7 +135,6 @@ class ReshardWorker:
             notifier,
             renewals,
             stats,
-            early=early,
         )
         if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
             self._transfer_engine.files.need(listeners_told(agent.metadata(), others))
@@ -205,7 +198,6 @@ class ReshardWorker:
             cache,
             transfer_engine.producer.table_address,
             transfer_engine.agent.metadata(),
-            transfer_engine.producer.board_address,
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
@@ -226,11 +218,7 @@ class ReshardWorker:
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over the scheduler's metadata of this step, without blocking."""
-        self._thread.begin_step(is_idle=metadata.is_idle)
-        if metadata.doorbell is not None:
-            self._thread.ringer = open_ringer(
-                metadata.doorbell, str(self._rank), self._helpers_cores()
-            )
+        self._thread.begin_step()
         if metadata.announcer is not None:
             self._listener = listen_to(
                 metadata.announcer, self._submit_announcement, self._helpers_cores()
@@ -255,10 +243,10 @@ class ReshardWorker:
         failed, self._report.failed = self._report.failed, {}
         return failed
 
-    def take_news(self) -> WorkerNews:
-        """Return the other news for the scheduler, collected since the last call."""
-        news, self._report.news = self._report.news, WorkerNews()
-        return news
+    def take_shortages(self) -> dict[str, str]:
+        """Return what has changed of `WorkerNews.shortages` since the last call."""
+        shortages, self._report.shortages = self._report.shortages, {}
+        return shortages
 
     def take_stats(self) -> ReshardStats | None:
         """Return the metrics collected since the last call; None without any."""

@@ -8,8 +8,7 @@ tasks                       functions that wait, and how a thread steps them
 lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
-board                       which requests it computes, where readers can see it
-early, watch                requests that go to both engines at once: names, and how one waits
+early, subscriptions        requests that go to both engines at once: names, and how one waits
 versions                    which versions of the protocol engines speak to each other
 metadata, description,
 compatibility               what engines tell each other when they shake hands

@@ -64,7 +64,6 @@ class WorkerDescription:
         cache: Where the bytes of the same layers are in memory.
         lease_table: Address of the table of requests that it holds.
         agent_metadata: NIXL's metadata, which is needed to connect to it.
-        board_address: Address of its board, which shows its requests' progress; 0 without one.
     """
 
     engine_id: str
@@ -72,7 +71,6 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
-    board_address: int = 0
 
 
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,7 +117,8 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """`WorkerDescription`, with each layer's share of tokens; none if all layers hold all tokens.
 
     A field is left out if it and all fields after it have their defaults. Then a build without
-    shares, or without boards, can read the description; it refuses others.
+    shares can read the description; it refuses others. The last field is older builds', and means
+    nothing any more.
     """
 
     engine_id: _EngineId
@@ -133,7 +132,7 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     meanings: _Meanings
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
     shares: list[_WireShare] = []
-    board_address: _Address = 0
+    unused_address: _Address = 0
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -169,10 +168,8 @@ def encode_worker(description: WorkerDescription) -> bytes:
     ]
     shares = [holding.tokens for holding in shard.holdings.values()]
     holds_all = all(share.is_all for share in shares)
-    if description.board_address or not holds_all:
-        said.append([] if holds_all else [dataclasses.astuple(share) for share in shares])
-    if description.board_address:
-        said.append(description.board_address)
+    if not holds_all:
+        said.append([dataclasses.astuple(share) for share in shares])
     data = _ENCODER.encode(said)
     # The same rules for both directions: we write nothing that we would not accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
@@ -288,7 +285,6 @@ def _read_worker(
         RankCache(wire.num_block_ids, wire.device_id, layers),
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
-        wire.board_address,
     )
 
 

@@ -7,6 +7,9 @@ blocks. So both engines derive the same name for it:
     transfer_id, or kv_request_id   if the router sends one to both
     the request's id without vLLM's random suffix   otherwise
 
+Where the ids have nothing in common, the request has no name, and is known by its prompt alone: see
+`subscriptions`.
+
 A prompt may have several answers (`n`), and a request several prompts. The ids of these children
 differ in the same way on both engines. They share the router's name, so their positions are
 appended to it.
@@ -15,14 +18,14 @@ appended to it.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from .ids import RequestId
-from .params import MARK_EARLY, Params, Text, check_host, malformed
-from .quoting import quote
+from .messages import RemoteEngineAddress
+from .params import Params, Text, check_host, malformed
 from .trust import TrustedPeers
 
 _NOT_UNDERSTOOD = (msgspec.ValidationError, RecursionError, UnicodeError)
@@ -52,6 +55,18 @@ class EarlySource(msgspec.Struct, frozen=True):
     remote_engine_id: Text | None = None
     remote_request_id: Text | None = None
     transfer_id: _Name | None = None
+
+
+class EarlyRequest(NamedTuple):
+    """A request whose prompt another engine computes.
+
+    Attributes:
+        place: That engine, as the router knows it; another one may answer there.
+        name: The request's name at both engines; empty if they have none in common.
+    """
+
+    place: RemoteEngineAddress
+    name: str
 
 
 class _RemotePrefiller(msgspec.Struct, frozen=True):
@@ -103,10 +118,10 @@ def prefill_name(request_id: RequestId, params: Params) -> str:
     return shared_name(request_id, given)
 
 
-def decode_params(
+def early_request(
     params: Any, request_id: RequestId, trusted: TrustedPeers | None
-) -> Params | str | None:
-    """Translate a decode engine's request parameters to those that schedulers understand.
+) -> EarlyRequest | str | None:
+    """Read from a decode engine's request parameters where its prompt is computed.
 
     Args:
         params: Parameters that came with the request.
@@ -114,10 +129,10 @@ def decode_params(
         trusted: Networks that other engines may be in; None for any.
 
     Returns:
-        Parameters that name the producer and the request's shared name; a text that says what is
-        wrong with the given ones; or None if they are not an early request's.
+        Where, and under which name; a text that says what is wrong with the parameters; or None if
+        they are not an early request's.
     """
-    if not isinstance(params, dict) or params.get("remote_block_ids"):
+    if not isinstance(params, dict) or "remote_block_ids" in params:
         return None
     if not (params.get("do_remote_prefill") or "remote_prefiller" in params):
         return None
@@ -133,20 +148,12 @@ def decode_params(
         return malformed(f"the request's id, of {len(request_id)} characters, is none")
     router_id = source.remote_request_id
     if source.transfer_id is None and router_id is not None and router_id not in name:
-        return malformed(
-            f"remote_request_id is {quote(router_id)}, and this request is called {quote(name)}: "
-            "the router must send both engines the same X-Request-Id"
-        )
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": source.remote_engine_id or "unknown",
-        "remote_request_id": name,
-        "remote_host": source.remote_host,
-        "remote_port": source.remote_port,
-        # Upstream's scheduler requests a read only if blocks are named.
-        "remote_block_ids": [[0]],
-        MARK_EARLY: True,
-    }
+        # Some APIs give requests ids of their own, at either engine another one.
+        name = ""
+    engine_id = source.remote_engine_id or "unknown"
+    return EarlyRequest(
+        RemoteEngineAddress(engine_id, source.remote_host, source.remote_port), name
+    )
 
 
 def _source(params: Params) -> EarlySource:

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import RemoteLayoutError
-from .board import BoardUpdate
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
 from .quoting import one_line
@@ -57,10 +56,7 @@ class Receive:
             not needed, or not known, so that the source cannot be notified.
         fault: Why the request cannot be read at all; None without a known reason.
         trace_headers: Trace headers of its client's request; None without a trace.
-        is_early: Whether the source may not have offered it yet. Then `remote_request_id` is the
-            shared name, and the source's id, the blocks, and their digest in the fingerprint are
-            still to be found.
-        attempt: Number of the source's attempt that computed it, if that was found; else 0.
+        attempt: Number of the source's attempt that computes it, if it is not offered yet; else 0.
     """
 
     source: RemoteEngineAddress
@@ -73,7 +69,6 @@ class Receive:
     fault: str | None = None
     secret: OfferSecret | None = None
     trace_headers: Mapping[str, str] | None = None
-    is_early: bool = False
     attempt: int = 0
 
 
@@ -203,9 +198,7 @@ _NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
-_ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement | BoardUpdate] = (
-    msgspec.msgpack.Decoder(Announcement | BoardUpdate)
-)
+_ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement] = msgspec.msgpack.Decoder(Announcement)
 
 
 def encode_notification(notification: Notification) -> bytes:
@@ -230,12 +223,12 @@ def decode_notification(data: bytes) -> Notification:
     return notification
 
 
-def encode_announcement(announcement: Announcement | BoardUpdate) -> bytes:
+def encode_announcement(announcement: Announcement) -> bytes:
     """Encode an announcement for workers of the same engine."""
     return _ENCODER.encode(announcement)
 
 
-def decode_announcement(data: bytes) -> Announcement | BoardUpdate:
+def decode_announcement(data: bytes) -> Announcement:
     """Decode an announcement of this engine's own scheduler."""
     return _ANNOUNCEMENT_DECODER.decode(data)
 

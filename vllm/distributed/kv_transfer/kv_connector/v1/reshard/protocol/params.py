@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from .fingerprint import OfferSecret
+from .messages import RemoteEngineAddress
 from .quoting import one_line
 from .trust import TrustedPeers
 
@@ -24,11 +25,9 @@ Params = dict[str, Any]
 _FAULT = "_fault"
 _ASKED = "_remote_blocks_processed"
 """Upstream's mark that workers have been asked to read, or that there is nothing to read."""
-MARK_EARLY = "_early"
-"""Mark of a request that is read once its prompt is computed: see `early`."""
 _ADAPTER = "_adapter"
 """Digest of the files of the request's adapter at this engine."""
-_OURS = frozenset({_FAULT, _ASKED, MARK_EARLY, _ADAPTER, "_p_side_truncated"})
+_OURS = frozenset({_FAULT, _ASKED, _ADAPTER, "_p_side_truncated"})
 """Names that only schedulers may set, and no client."""
 _REMOTE_PREFIX = "remote_"
 
@@ -128,6 +127,28 @@ def already_requested(params: Params | None) -> bool:
     return bool(params.get(_ASKED)) and not params.get("do_remote_prefill")
 
 
+def note_requested(params: Params) -> None:
+    """Note that workers have received a request's remote blocks, as upstream's scheduler does."""
+    params["do_remote_prefill"], params[_ASKED] = False, True
+
+
+def partly_computed(place: RemoteEngineAddress, request_id: str, num_tokens: int) -> Params:
+    """Return parameters of a request that is not offered yet, of so many tokens."""
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": place.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": place.host,
+        "remote_port": place.port,
+        # Upstream's scheduler requests a read only if blocks are named.
+        "remote_block_ids": [[0]],
+        "remote_num_tokens": num_tokens,
+        # Upstream's scheduler wants it, and the true one comes with the offer.
+        "tp_size": 1,
+        "remote_adapter": None,
+    }
+
+
 def is_disaggregated(params: Params | None) -> bool:
     """Return whether a request's blocks came from another engine, or may go to one."""
     params = params or {}
@@ -159,10 +180,9 @@ def first_token(params: Params | None) -> int | None:
 def bind_adapter(params: Params, digest: str) -> bool:
     """Note what a request's adapter is at this engine, and return whether blocks are bound to it.
 
-    Builds that do not tell theirs bind blocks to its name. An early request's blocks have no
-    parameters yet.
+    Builds that do not tell theirs bind blocks to its name.
     """
-    is_bound = is_early(params) or not remote_request(params) or "remote_adapter" in params
+    is_bound = not remote_request(params) or "remote_adapter" in params
     if is_bound:
         params[_ADAPTER] = digest
     return is_bound
@@ -171,11 +191,6 @@ def bind_adapter(params: Params, digest: str) -> bool:
 def own_adapter(params: Params | None) -> str | None:
     """Return what a request's adapter is at this engine; None if blocks are not bound to it."""
     return (params or {}).get(_ADAPTER)
-
-
-def is_early(params: Params | None) -> bool:
-    """Return whether sanitized parameters name a producer, but no blocks yet."""
-    return bool((params or {}).get(MARK_EARLY))
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:

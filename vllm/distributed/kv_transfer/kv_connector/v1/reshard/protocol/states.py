@@ -34,18 +34,6 @@ class HeldState(Enum):
 class ReadState(Enum):
     """State of a request that a consumer reads."""
 
-    AWAITING_PREFILL = "waiting for its prefill"
-    """It was sent to both engines; no progress was seen at the other one yet."""
-
-    IN_PREFILL = "having its prompt computed"
-    """The other engine was seen to have computed some of its prompt."""
-
-    IN_LAST_CHUNK = "having its last chunk computed"
-    """The other engine was seen to run the step that completes its prompt."""
-
-    OFFERED = "offered"
-    """The producer holds it; it has no blocks here yet."""
-
     PREFETCHING = "being read while its prompt is computed"
     """It is not offered yet. Its computed part is read, and may have to be read again."""
 
@@ -67,35 +55,6 @@ class ReadState(Enum):
 
 
 READ_TRANSITIONS: dict[ReadState, frozenset[ReadState]] = {
-    ReadState.AWAITING_PREFILL: frozenset(
-        {
-            ReadState.IN_PREFILL,
-            ReadState.IN_LAST_CHUNK,
-            ReadState.OFFERED,
-            ReadState.WAITING,
-            ReadState.FAILED,
-        }
-    ),
-    ReadState.IN_PREFILL: frozenset(
-        {
-            ReadState.IN_LAST_CHUNK,
-            ReadState.OFFERED,
-            ReadState.PREFETCHING,
-            ReadState.WAITING,
-            ReadState.FAILED,
-        }
-    ),
-    ReadState.IN_LAST_CHUNK: frozenset(
-        {
-            # A preempted prompt is computed anew.
-            ReadState.IN_PREFILL,
-            ReadState.OFFERED,
-            ReadState.PREFETCHING,
-            ReadState.WAITING,
-            ReadState.FAILED,
-        }
-    ),
-    ReadState.OFFERED: frozenset({ReadState.WAITING, ReadState.FAILED}),
     ReadState.PREFETCHING: frozenset({ReadState.WAITING, ReadState.FAILED}),
     ReadState.WAITING: frozenset({ReadState.READING, ReadState.FAILED}),
     ReadState.READING: frozenset({ReadState.CHECKING, ReadState.WAITING, ReadState.FAILED}),

@@ -58,7 +58,7 @@ class VersionRange:
 #      give the heads per unit, and whether they hold state
 #   4  each worker's description is a separate frame
 #   5  layers describe the meaning of their bytes instead of their attention backend; a slot may
-#      stand for several tokens; workers with a board give its address
+#      stand for several tokens
 #   6  engines tell what identifies their weights, and parameters what identifies the adapter, to
 #      which entries of the lease table are bound
 SPOKEN = VersionRange(5, 6)

@@ -17,7 +17,6 @@ from ..memory.leg import Indices, Rows
 from ..protocol.lifetimes import Lifetime
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
-from .board_reader import BoardReader, prepare_board
 from .lane import Lane
 from .lease_check import LeaseChecker, PreparedTable, prepare_table
 from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedStaging
@@ -62,9 +61,6 @@ class PeerConnection:
         # Legs with the same rows at one end share its list, as most staged legs do.
         self._remote: dict[tuple[str, bytes], Prepared] = {}
         self._local: dict[bytes, tuple[Rows, Prepared]] = {}
-        # Board address and agent name of the first worker that has a board.
-        self._board_at: tuple[int, str] | None = None
-        self._board: Prepared | None = None
         # Workers that a read of has completed.
         self._reached: set[str | None] = set()
         self._is_connected = True
@@ -83,8 +79,6 @@ class PeerConnection:
             self._names.append(name)
             table = prepare_table(self.lane.agent, worker.description.lease_table, name)
             self.lease_tables[name] = table
-            if self._board_at is None and (address := worker.description.board_address):
-                self._board_at = address, name
             self.legs += [self._prepare(each, name) for each in worker.legs]
             if worker.num_notifiers:
                 self.releases.append((name, worker.num_notifiers))
@@ -110,18 +104,6 @@ class PeerConnection:
             raise
         self.lifetime.begin()
         return transfer
-
-    def board(self) -> BoardReader | None:
-        """Return a reader of the engine's board; None if it has no board.
-
-        Raises:
-            TransferError: No memory can be registered to read it into, or NIXL does not accept it.
-        """
-        if self._board_at is None:
-            return None
-        if self._board is None:
-            self._board = prepare_board(self.lane.agent, *self._board_at)
-        return BoardReader(self.lane.boards, self, self._board)
 
     def doubt(self) -> None:
         """Count a read in doubt: its post raised, so it may write until the lane is closed."""
@@ -202,8 +184,6 @@ class PeerConnection:
             agent.release_prepared(prepared)
         for table in self.lease_tables.values():
             agent.release_prepared(table.buckets)
-        if self._board is not None:
-            agent.release_prepared(self._board)
         for rows, _ in self._local.values():
             self.lane.release_local_list(rows)
         for name in self._names:

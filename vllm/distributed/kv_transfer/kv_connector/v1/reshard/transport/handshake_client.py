@@ -52,8 +52,8 @@ from .zmtp import (
     Allowance,
     ProtocolError,
     cancel_all,
+    connected,
     first_of,
-    relay,
 )
 
 logger = init_logger(__name__)
@@ -274,7 +274,7 @@ class HandshakeClient:
                 future = asyncio.run_coroutine_threadsafe(shaking, loop)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 future = Future()
-                future.set_exception(handshake.error(_typed(error)))
+                future.set_exception(handshake.error(typed(error)))
             self._pending[future] = handshake
         future.add_done_callback(lambda future: self._pending.pop(future, None))
         return future
@@ -350,7 +350,7 @@ class HandshakeClient:
                 else:
                     with suppress(InvalidStateError):
                         # Its caller may cancel it at this moment.
-                        future.set_exception(handshake.error(_typed(breakdown)))
+                        future.set_exception(handshake.error(typed(breakdown)))
 
     async def _end_tasks(self) -> None:
         """End all tasks of the loop, those about to start included."""
@@ -373,7 +373,7 @@ class HandshakeClient:
             fault = self._breakdown
         except (OSError, zmq.ZMQError, ProtocolError, ReshardError) as error:
             fault = error
-        raise handshake.error(_typed(fault))
+        raise handshake.error(typed(fault))
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
         """Ask a host's addresses, each a little later than the last, and take the first answer."""
@@ -439,20 +439,12 @@ class HandshakeClient:
             ProtocolError: The peer does not speak ZeroMQ's protocol, or exceeds the bounds.
             RemoteHandshakeError: The answer cannot be used.
         """
-        port, flags = handshake.address.port, socket.AI_NUMERICHOST
-        infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)
-        family, *_, place = infos[0]
-        with socket.socket(family) as peer:
-            peer.setblocking(False)
-            # As ZeroMQ does, because it sends head and body separately.
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().sock_connect(peer, place)
-            with self._context.socket(zmq.REQ) as client:
-                client.linger = 0
-                client.maxmsgsize = self._bounds.max_frame_bytes + FRAME_OVERHEAD_BYTES
-                if self._key is not None:
-                    self._key.configure_client(client)
-                passing = relay(peer, client, self._allowance)
+        with self._context.socket(zmq.REQ) as client:
+            client.maxmsgsize = self._bounds.max_frame_bytes + FRAME_OVERHEAD_BYTES
+            if self._key is not None:
+                self._key.configure_client(client)
+            port = handshake.address.port
+            async with connected(client, address, port, self._allowance) as passing:
                 frames = await first_of(self._exchange(client, handshake), passing)
         reply = decode_reply(frames, handshake.required, self._bounds)
         engine_id, expected = reply.workers[0].engine_id, handshake.address.engine_id
@@ -485,7 +477,7 @@ class HandshakeClient:
         return await client.recv_multipart()
 
 
-def _typed(fault: Exception) -> ReshardError:
+def typed(fault: Exception) -> ReshardError:
     """Return what a fault of a handshake means, with its remedy."""
     if isinstance(fault, ReshardError):
         return fault

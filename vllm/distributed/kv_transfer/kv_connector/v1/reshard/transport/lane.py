@@ -28,9 +28,7 @@ from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
-from .board_reader import board_buffer
 from .lease_check import check_buffer
-from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from .connection import PeerConnection
@@ -81,19 +79,7 @@ class Lane:
         # Connections with the same geometry share lists of our own memory.
         self._local: dict[bytes, Prepared] = {}
         self._num_users: Counter[bytes] = Counter()
-        self._boards: RowBuffer | None = None
         self._num_connections: Counter[str] = Counter()
-
-    @property
-    def boards(self) -> RowBuffer:
-        """Buffer for rows of boards that are read; made when first used.
-
-        Raises:
-            TransferError: The memory cannot be registered.
-        """
-        if self._boards is None:
-            self._boards = board_buffer(self.agent)
-        return self._boards
 
     @property
     def is_retired(self) -> bool:

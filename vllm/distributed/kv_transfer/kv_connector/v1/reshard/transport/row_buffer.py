@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers for small reads: rows of a lease table or a board of another engine's worker.
+"""Buffers for small reads: rows of a lease table of another engine's worker.
 
 A row is used by one read at a time. A read that failed, or was refused after it had begun, may
 still write, so its rows are not used again until the agent is closed.

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server side of the side channel, which describes this engine to others.
 
-The client is in `handshake_client`. A server sends one reply, made once, to every client; a client
-sends one request. Both use ZeroMQ request/reply over TCP. A request has the format of upstream's
-NixlConnector, a verb and numbers, because either connector may find the other at an address, and
-neither may be harmed by that. Older releases of upstream send one number and answer one frame;
-newer ones send two numbers and answer two frames, the second being a clock. Upstream's listener
-ends when it receives more or fewer numbers than it expects.
+The clients are in `handshake_client` and `subscriber`. A server sends one reply, made once, to
+clients that ask what the engine is; to those that ask for requests, it sends what its scheduler
+says of them, see `protocol.subscriptions`. Both use ZeroMQ over TCP. A request has the format of
+upstream's NixlConnector, a verb and numbers, because either connector may find the other at an
+address, and neither may be harmed by that. Older releases of upstream send one number and answer
+one frame; newer ones send two numbers and answer two frames, the second being a clock. Upstream's
+listener ends when it receives more or fewer numbers than it expects.
 
     request to us                            our answer
     [b"reshard/<versions> ...", ...]         the engine's reply, in the newest common version
     [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our message
     [b"get_meta_msg", pp_rank, tp_rank]      the same, and a clock
+    [b"reshard-subscribe/1", ...]            this engine's id; then questions, and news as it comes
     [any other verb, ...]                    a refusal
     anything else                            nothing
 
@@ -29,11 +31,14 @@ counted.
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -46,8 +51,16 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
 from ..errors import INSTALL_THERE, LocalChannelError
+from ..protocol.ids import EngineId
 from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
+from ..protocol.subscriptions import (
+    SUBSCRIBE,
+    Publisher,
+    decode_questions,
+    encode_hello,
+    encode_news,
+)
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
 from .limits import within_limit
@@ -74,6 +87,9 @@ MAX_AGE_S = 30.0
 
 REOPEN_INTERVAL_S = 1.0
 """Delay before new sockets are opened, after a breakdown and after each failed attempt."""
+
+_EXPIRY_INTERVAL_S, _SEND_AGAIN_S = 1.0, 5e-3
+"""How often subscriptions are looked through, and when news is sent again to who does not read."""
 
 _UPSTREAM_VERB = b"get_meta_msg"
 _NO_NUMBER = msgspec.Raw()
@@ -147,10 +163,14 @@ class HandshakeServer:
         port: TCP port; 0 for any free one.
         replies: The reply's frames, by protocol version, for every version in `SPOKEN`.
         key: Key that clients must have; None to answer any client.
+        engine_id: This engine's id, for those that ask for requests.
 
     Attributes:
         shortage: Why this engine's workers cannot serve further ones, whom the server then refuses;
             empty if they can. Any thread may set it.
+        publisher: The requests that other engines may ask for. Belongs to the server's thread.
+        came_round_s: When the scheduler last took up all requests that had arrived, by
+            `time.monotonic`; infinite while it waits for some. The scheduler's thread sets it.
     """
 
     def __init__(
@@ -159,7 +179,14 @@ class HandshakeServer:
         port: int,
         replies: Mapping[int, Sequence[bytes]],
         key: ChannelKey | None = None,
+        engine_id: EngineId = "",
     ) -> None:
+        self._engine_id = engine_id
+        self.publisher = Publisher()
+        self.came_round_s = math.inf
+        # What the scheduler has said, and the publisher has not heard of.
+        self._said: deque[Callable[[Publisher], None]] = deque()
+        self._has_news = asyncio.Event()
         self._host = host
         self._port = port
         self.shortage = ""
@@ -207,6 +234,16 @@ class HandshakeServer:
                     "threads (ulimit -u, and pids.max of the container)"
                 ) from None
             self._started = _Started(thread, loop, stopping)
+
+    def tell(self, event: Callable[[Publisher], None]) -> None:
+        """Have the publisher hear of an event; any thread may call it."""
+        self._said.append(event)
+        if len(self._said) == 1 and (started := self._started) is not None:
+            try:
+                started.loop.call_soon_threadsafe(self._has_news.set)
+            except RuntimeError:
+                # The thread has ended by itself: nobody will hear of anything.
+                self._said.clear()
 
     def close(self) -> None:
         """Stop listening and wait until the thread has ended; may be called repeatedly."""
@@ -286,7 +323,8 @@ class HandshakeServer:
             router.sndhwm = router.rcvhwm = _QUEUED_MESSAGES
             router.maxmsgsize = MAX_REQUEST_BYTES
             router.backlog = _BACKLOG
-            work = [self._answer_all(router)]
+            router.router_mandatory = 1
+            work = [self._answer_all(router), self._publish_all(router)]
             if self._key is not None:
                 zap_handler = ZapHandler(context, self._key)
                 self._key.configure_server(router)
@@ -335,21 +373,58 @@ class HandshakeServer:
         while True:
             sender, *message = await router.recv_multipart()
             try:
-                if (answer := self._answer(message)) is not None:
+                if (answer := self._answer(sender, message)) is not None:
                     # A peer that does not read loses its answers, and does not delay other peers.
-                    await router.send_multipart([sender, b"", *answer], zmq.NOBLOCK, copy=False)
+                    await _send(router, sender, answer)
             except Exception as error:
                 # Whatever the error, go on to serve the next peer.
                 self._count(dropped=1)
                 self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
 
-    def _answer(self, message: list[bytes]) -> list[bytes] | None:
-        """Return the frames to answer a message with; None if it is not a request."""
+    async def _publish_all(self, router: zmq.asyncio.Socket) -> NoReturn:
+        """Send news of requests to those who ask for them.
+
+        Raises:
+            ZMQError: The socket has become unusable.
+        """
+        expires_at_s = 0.0
+        while True:
+            delay_s = _EXPIRY_INTERVAL_S if self.publisher.num_subscribers else None
+            try:
+                while self._said:
+                    self._said.popleft()(self.publisher)
+                if (now_s := time.monotonic()) >= expires_at_s:
+                    self.publisher.expire(now_s, min(self.came_round_s, now_s))
+                    expires_at_s = now_s + _EXPIRY_INTERVAL_S
+                for connection, news in self.publisher.take().items():
+                    for frame in encode_news(news):
+                        if await _send(router, connection, [frame]) == errno.EAGAIN:
+                            self.publisher.take_back(connection, news)
+                            delay_s = _SEND_AGAIN_S
+                            break
+            except zmq.ZMQError:
+                raise
+            except Exception as error:
+                self._complain(_Complaint.FAILURE, f"news was not sent: {error!r}")
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), delay_s)
+            self._has_news.clear()
+
+    def _answer(self, sender: bytes, message: list[bytes]) -> list[bytes] | None:
+        """Return the frames to answer a message with; None if there is no answer, or not yet."""
         *envelope, frame = message
+        if envelope == [b""] and (questions := decode_questions(frame)) is not None:
+            for question in questions:
+                self.publisher.ask(sender, question, time.monotonic())
+            self._has_news.set()
+            return None
         request = _read_request(frame) if envelope == [b""] else None
         if request is None:
             self._count_stranger(f"a message of {len(frame)} bytes is no request")
             return None
+        if request.verb == SUBSCRIBE:
+            self._count(answered=1)
+            return [encode_hello(self._engine_id)]
         verb, _, _ = request.verb.partition(b" ")
         theirs = read_verb(verb)
         version = None if theirs is None else SPOKEN.agreed(theirs)
@@ -408,6 +483,21 @@ class _Started:
     thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     stopping: asyncio.Event
+
+
+async def _send(router: zmq.asyncio.Socket, peer: bytes, frames: list[bytes]) -> int:
+    """Send to a peer without waiting; return 0, or why it was not sent: it does not read, or left.
+
+    Raises:
+        ZMQError: The socket has become unusable.
+    """
+    try:
+        await router.send_multipart([peer, b"", *frames], zmq.NOBLOCK, copy=False)
+    except zmq.ZMQError as error:
+        if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+            raise
+        return error.errno
+    return 0
 
 
 def _read_request(frame: bytes) -> _Request | None:

@@ -125,6 +125,29 @@ async def relay(
     raise AssertionError
 
 
+@asynccontextmanager
+async def connected(
+    client: zmq.Socket[Any], address: str, port: int, allowance: Allowance
+) -> AsyncIterator[Coroutine[Any, Any, NoReturn]]:
+    """Connect a ZeroMQ socket to one numeric address, within an allowance.
+
+    Yields:
+        The relay between both, to be run until it raises.
+
+    Raises:
+        OSError: The connection failed, or there are no more file descriptors.
+    """
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, *_, place = infos[0]
+    with socket.socket(family) as peer:
+        peer.setblocking(False)
+        # As ZeroMQ does, because it sends head and body separately.
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(peer, place)
+        client.linger = 0
+        yield relay(peer, client, allowance)
+
+
 async def relay_all(
     listener: socket.socket,
     zmq_socket: zmq.Socket[Any],

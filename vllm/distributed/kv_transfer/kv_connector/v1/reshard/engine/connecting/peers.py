@@ -248,15 +248,6 @@ class PeerTable:
         self._active[address] = peer
         return peer
 
-    def connected_at(self, address: RemoteEngineAddress) -> RemoteEngineAddress | None:
-        """Return the peer connected at this host and port, under any id; None without one."""
-        for known in (address, *self._peers):
-            peer = self._peers.get(known)
-            at_its_place = (known.host, known.port) == (address.host, address.port)
-            if at_its_place and peer is not None and peer.connection is not None:
-                return known
-        return None
-
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
         """Advance handshakes, connect one worker of each opening peer, and forget unused peers.
 

@@ -35,7 +35,6 @@ from ...transport.lease_check import LeaseError, PreparedTable
 from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable, Turn
-from ..early.watched_requests import Refusal
 from ..metadata import Report
 from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
@@ -139,7 +138,6 @@ class ConsumerSide:
         request_id: RequestId,
         receive: Receive,
         now_s: float,
-        offered_at_s: float | None = None,
     ) -> None:
         """Read a request, or release its blocks at their producer if it has none to fill.
 
@@ -147,10 +145,8 @@ class ConsumerSide:
             request_id: The request.
             receive: What to read.
             now_s: The time.
-            offered_at_s: Since when it could be read; None for now.
         """
         self._now_s = now_s
-        offered_at_s = now_s if offered_at_s is None else offered_at_s
         request = self._requests.get(request_id)
         if request is not None and request.receive is receive:
             # An earlier poll started it, and failed afterwards.
@@ -159,44 +155,28 @@ class ConsumerSide:
             if receive.fault is None:
                 self._tasks.start(self._release_blocks(receive), self._leave_release)
         elif request is not None and request.is_early and request.fault is None:
-            self._offer(request, receive, offered_at_s)
+            self._offer(request, receive)
         else:
-            request = self._add(request_id, receive, ReadState.WAITING, now_s, offered_at_s)
+            request = self._add(request_id, receive, ReadState.WAITING)
             self._set_deadline(request)
         self._tasks.run(now_s)
 
-    def prefetch(
-        self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
-    ) -> None:
+    def prefetch(self, request_id: RequestId, part: Receive, now_s: float) -> None:
         """Read the computed part of a request that is not offered yet.
 
         Args:
             request_id: The request.
-            receive: What to read once the request is offered.
             part: What can be read now.
             now_s: The time.
         """
         self._now_s = now_s
-        connection = self._peers.get_or_connect(part.source, now_s).connection
-        if connection is None or self._doubt.are_too_many:
-            return
         request = self._requests.get(request_id)
-        if request is None and any(receive.local_block_ids):
-            request = self._add(request_id, receive, ReadState.PREFETCHING, now_s, now_s)
-        if request is not None and request.receive is receive:
-            request.computed = part, connection
+        if request is None:
+            request = self._add(request_id, part, ReadState.PREFETCHING)
+        if request.is_early:
+            request.receive = request.computed = part
             request.task.wake()
             self._tasks.run(now_s)
-
-    def refuse(self, refusal: Refusal, now_s: float) -> None:
-        """Fail a request that will not be offered."""
-        self._now_s = now_s
-        request_id, receive = refusal.request_id, refusal.receive
-        request = self._requests.get(request_id)
-        if request is None or request.receive is not receive:
-            request = self._add(request_id, receive, refusal.state, refusal.since_s, now_s)
-        request.task.cancel(ReadError(refusal.reason, refusal.failure))
-        self._tasks.run(now_s)
 
     def renew(self, source: RemoteEngineAddress, request_ids: set[RequestId]) -> None:
         """Renew the leases of some requests at an engine."""
@@ -233,10 +213,14 @@ class ConsumerSide:
                     failed.append(turn.request_id)
         return failed
 
-    def trace_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
-        """Export a trace span of the handshake for each request that waited for it."""
+    def note_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
+        """Wake and trace the requests that have waited for a handshake."""
         for request in self._requests.values():
-            if request.trace is not None and request.receive.source == address:
+            if request.receive.source != address:
+                continue
+            if request.is_early:
+                request.task.wake()
+            if request.trace is not None:
                 request.trace.span("handshake", now_s - took_s, now_s)
 
     def begin(self, now_s: float, budget: Budget) -> None:
@@ -378,7 +362,7 @@ class ConsumerSide:
             computed, request.computed = request.computed, None
             if computed is not None:
                 try:
-                    self._prefetch(request, *computed)
+                    self._prefetch(request, computed)
                 except ReshardError as error:
                     # The source may name anything before its offer, which is checked on its own.
                     logger.debug(
@@ -532,17 +516,15 @@ class ConsumerSide:
         request_id: RequestId,
         receive: Receive,
         state: ReadState,
-        since_s: float,
-        offered_at_s: float,
     ) -> IncomingRequest:
         """Start the task of a request."""
         assert request_id not in self._requests, f"{quote(request_id)} is being received"
         request = IncomingRequest(
             request_id=request_id,
             receive=receive,
-            offered_at_s=offered_at_s,
+            offered_at_s=self._now_s,
             state=state,
-            since_s=since_s,
+            since_s=self._now_s,
             reads=RequestReads(request_id),
         )
         body = self._read(request)
@@ -551,9 +533,9 @@ class ConsumerSide:
         self._requests[request_id] = request
         return request
 
-    def _offer(self, request: IncomingRequest, receive: Receive, offered_at_s: float) -> None:
-        """Have a request that is read ahead take its turn: it is offered now."""
-        request.receive, request.offered_at_s = receive, offered_at_s
+    def _offer(self, request: IncomingRequest, receive: Receive) -> None:
+        """Have a request that is read ahead take its turn: it is offered now, or has failed."""
+        request.receive, request.offered_at_s = receive, self._now_s
         try:
             self._set_deadline(request)
             self._transfers.promote(request.reads)
@@ -577,10 +559,17 @@ class ConsumerSide:
             for part in self._transfers.cut(leg, blocks.select(leg.leg))
         ]
 
-    def _prefetch(
-        self, request: IncomingRequest, part: Receive, connection: PeerConnection
-    ) -> None:
-        """Read the computed blocks of a request that can be prefetched and were not read before."""
+    def _prefetch(self, request: IncomingRequest, part: Receive) -> None:
+        """Read the computed blocks of a request that can be prefetched and were not read before.
+
+        They wait for the connection, and are read with a later part if too much is in doubt.
+        """
+        connection = self._peers.get_or_connect(part.source, self._now_s).connection
+        if connection is None:
+            request.computed = part
+            return
+        if self._doubt.are_too_many:
+            return
         if (prefetched := request.prefetched) is None:
             legs = (each.leg for each in connection.legs)
             groups = FullGroups.of(legs, part.remote_block_ids, self._window_groups)

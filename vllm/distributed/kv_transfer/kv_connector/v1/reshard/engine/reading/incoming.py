@@ -30,10 +30,6 @@ from .prefetch import Prefetched
 logger = init_logger(__name__)
 
 SPANS = {
-    ReadState.AWAITING_PREFILL: "prefill",
-    ReadState.IN_PREFILL: "prefill",
-    ReadState.IN_LAST_CHUNK: "prefill",
-    ReadState.OFFERED: "prefill",
     ReadState.PREFETCHING: "prefetch",
     ReadState.WAITING: "wait",
     ReadState.READING: "read",
@@ -90,8 +86,7 @@ class IncomingRequest:
         due_at_s: When it fails unless it is received; infinite without a deadline.
         peer: The engine to read from; None before it is connected for this request.
         connection: The connection that it is read with; None before that.
-        computed: A part of it that can be read before it is offered, and was not looked at yet;
-            with the connection to read it with.
+        computed: A part of it that can be read before it is offered, and was not looked at yet.
         prefetched: What was read before it was offered; None for nothing.
         fault: Why its blocks are invalid; None unless it has failed.
         failure: Kind of its failure here; None without one, or if it failed elsewhere.
@@ -112,7 +107,7 @@ class IncomingRequest:
     due_at_s: float = math.inf
     peer: Peer | None = None
     connection: PeerConnection | None = None
-    computed: tuple[Receive, PeerConnection] | None = None
+    computed: Receive | None = None
     prefetched: Prefetched | None = None
     fault: str | None = None
     failure: ReadFailure | None = None

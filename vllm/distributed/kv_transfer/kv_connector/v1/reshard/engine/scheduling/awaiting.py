@@ -2,7 +2,7 @@
 """Requests that another engine holds blocks for, until they are received or have ended.
 
 Meanwhile workers renew the leases of these blocks. They begin with the step that tells them of the
-request. Of one that was sent to both engines at once, `parking` tells them.
+request.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ class AwaitedRequests:
         # Those that workers still take for awaited.
         self._ended: set[RequestId] = set()
 
-    def begin(self, request_id: RequestId, remote: RemoteRequest | None) -> None:
-        """Have a request's lease renewed; `remote` is None if workers hear of it otherwise."""
+    def begin(self, request_id: RequestId, remote: RemoteRequest) -> None:
+        """Have a request's lease renewed."""
         self._awaited.add(request_id)
-        if remote is not None:
-            self._untold[request_id] = remote
+        self._untold[request_id] = remote
 
     def end(self, request_id: RequestId) -> None:
         """Stop renewing a request's lease; may be called repeatedly, and for any request."""

@@ -14,7 +14,7 @@ keep it from being sent or used; so do parameters that this module does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -184,11 +184,6 @@ class FirstTokens:
         self._reading[request.request_id] = request
         if (token := first_token(params)) is not None:
             self._told[request.request_id] = token
-
-    def hear(self, told: Mapping[RequestId, int]) -> None:
-        """Record tokens that came with offers; their requests may have ended."""
-        for request_id in told.keys() & self._reading.keys():
-            self._told[request_id] = told[request_id]
 
     def finish(self, request_id: RequestId) -> None:
         """Forget a request that has ended."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...protocol.board import BoardUpdate
 from ...protocol.fingerprint import OfferFingerprint, OfferSecret
 from ...protocol.ids import RequestId
 from ...protocol.messages import Announcement, encode_announcement
@@ -83,7 +82,7 @@ class OfferBook:
         self.announce(Announcement(self._num_offers, request_id, fingerprint))
         return secret
 
-    def announce(self, announcement: Announcement | BoardUpdate) -> None:
+    def announce(self, announcement: Announcement) -> None:
         """Send to all workers before the next step, if there is an announcer."""
         if self._announcer is not None:
             self._announcer.send(encode_announcement(announcement))

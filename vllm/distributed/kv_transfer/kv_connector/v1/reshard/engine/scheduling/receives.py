@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from ...protocol.early import decode_params, prefill_params
 from ...protocol.fingerprint import OfferFingerprint, fingerprint
 from ...protocol.ids import BlockIds
 from ...protocol.messages import Receive, RemoteEngineAddress
@@ -15,14 +14,13 @@ from ...protocol.params import (
     Params,
     RemoteBlocks,
     bind_adapter,
-    faulty,
     is_disaggregated,
-    is_early,
     own_adapter,
     remote_blocks,
     sanitize_params,
 )
 from ...protocol.quoting import quote
+from ...protocol.subscriptions import Computed
 from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
 from .readers import is_made_up
@@ -33,31 +31,6 @@ if TYPE_CHECKING:
     from ..weights import Adapter
 
 logger = init_logger(__name__)
-
-
-def believable(
-    request: Request, trusted: TrustedPeers | None, *, dispatches_early: bool, reads_back: bool
-) -> tuple[Params | None, str | None]:
-    """Return a request's sanitized parameters, and why blocks cannot be read back, or None.
-
-    Early parameters of a request that vLLM made up are dropped: without a prompt or a secret, the
-    engine that offers it cannot be notified.
-
-    Args:
-        request: A new request.
-        trusted: Networks that other engines may be in; None for any.
-        dispatches_early: Whether requests may be sent to both engines at once.
-        reads_back: Whether blocks of an earlier turn are read back.
-    """
-    params: Any = request.kv_transfer_params
-    if dispatches_early:
-        early = decode_params(params, request.request_id, trusted)
-        if isinstance(early, str):
-            return faulty(early), None
-        if early is not None:
-            return (None if is_made_up(request) else early), None
-        params = prefill_params(params)
-    return sanitize_params(params, reads_back=reads_back, trusted=trusted)
 
 
 def note_adapter(request: Request, adapter: Adapter) -> None:
@@ -103,7 +76,6 @@ def receive_of(
     request: Request,
     local_block_ids: BlockIds,
     num_prefilled: int,
-    refusal: str | None = None,
 ) -> Receive:
     """Return what to read for a request; with a fault if its parameters are malformed.
 
@@ -111,7 +83,6 @@ def receive_of(
         request: The request.
         local_block_ids: The blocks to fill, of each KV-cache group.
         num_prefilled: Number of tokens of its prompt that a prefill engine computes.
-        refusal: Why it will not be offered, which makes the read fail; None if it may be.
     """
     source = remote_blocks(request.kv_transfer_params or {})
     if isinstance(source, str):
@@ -123,8 +94,7 @@ def receive_of(
     # is left to its lease. A made-up request has no prompt, and shows the secret instead.
     made_up = is_made_up(request)
     is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
-    early = is_early(request.kv_transfer_params)
-    blocks = [] if early else source.remote_block_ids
+    blocks = source.remote_block_ids
     return Receive(
         address_of(source),
         source.remote_request_id,
@@ -134,11 +104,35 @@ def receive_of(
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
         fingerprint=fingerprint_of(request, remote_tokens, blocks) if is_bound else None,
-        fault=refusal or (_adapter_fault(request, source) if any(local_block_ids) else None),
+        fault=_adapter_fault(request, source) if any(local_block_ids) else None,
         secret=source.secret if made_up else None,
         trace_headers=request.trace_headers,
-        is_early=early,
     )
+
+
+def part_of(request: Request, local_block_ids: BlockIds, computed: Computed) -> Receive:
+    """Return what can be read of a request that is not offered yet."""
+    return Receive(
+        RemoteEngineAddress(computed.engine_id, computed.host, computed.port),
+        computed.request_id,
+        local_block_ids,
+        computed.block_ids,
+        local_tokens=min(computed.total_tokens, request.num_computed_tokens),
+        remote_tokens=computed.num_tokens,
+        trace_headers=request.trace_headers,
+        attempt=computed.attempt,
+    )
+
+
+def to_give_up(params: Params, trusted: TrustedPeers | None) -> Receive | None:
+    """Return an offer that nobody will read; None if nobody can be told so."""
+    sanitized, _ = sanitize_params(params, reads_back=False, trusted=trusted)
+    source = remote_blocks(sanitized or {}) if sanitized and "remote_block_ids" in sanitized else ""
+    if isinstance(source, str) or source.secret is None:
+        return None
+    blocks, num_tokens = source.remote_block_ids, source.remote_num_tokens or 0
+    name = source.remote_request_id
+    return Receive(address_of(source), name, (), blocks, 0, num_tokens, secret=source.secret)
 
 
 def address_of(source: RemoteBlocks) -> RemoteEngineAddress:

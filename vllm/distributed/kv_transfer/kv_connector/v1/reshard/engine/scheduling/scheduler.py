@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,46 +20,60 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from ...protocol.board import State
-from ...protocol.early import prefill_name
-from ...protocol.ids import BlockIds, EngineId
-from ...protocol.messages import Receive, RemoteRequest
+from ...protocol.early import EarlyRequest, early_request, prefill_params
+from ...protocol.ids import BlockIds, EngineId, RequestId
+from ...protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ...protocol.metadata import encode_replies
 from ...protocol.params import (
+    Params,
     already_requested,
     bind_adapter,
+    check_host,
+    faulty,
     is_disaggregated,
-    is_early,
+    note_requested,
     offered_tokens,
     own_adapter,
+    partly_computed,
     remote_blocks,
     remote_request,
+    sanitize_params,
     without_source,
     write_secret,
 )
 from ...protocol.quoting import one_line, quote
+from ...protocol.subscriptions import Computed, Gone, News, Offered
 from ...protocol.trust import without_brackets
 from ...transport.limits import raise_file_limit
 from ...transport.side_channel import HandshakeServer
+from ...transport.subscriber import Subscriber
 from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from ..compat import (
     OUTPUTS_OUTLIVE_PREEMPTION,
     PREFILLS_STOP_SHORT,
+    REQUEST_NUMBERS,
     tokens_in_flight,
 )
+from ..content import prompt_digest
 from ..failed_reads import ReadBook
 from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
 from ..weights import Adapters
 from .awaiting import AwaitedRequests
-from .board_updates import BoardUpdates, scheduled_in
 from .first_tokens import open_first_tokens
-from .idling import Idling, may_rest
 from .offers import OfferBook, host_for_workers
-from .parking import Parking
+from .parking import Parked, Parking
+from .prompts import Prompts
 from .readers import Readers, is_made_up
-from .receives import address_of, believable, fingerprint_of, note_adapter, receive_of
+from .receives import (
+    address_of,
+    fingerprint_of,
+    note_adapter,
+    part_of,
+    receive_of,
+    to_give_up,
+)
 from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
@@ -116,18 +131,19 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._awaited = AwaitedRequests()
         self._offers = OfferBook()
         self._adapters = Adapters()
-        # With drafts, a step's tokens may be rejected: no part of a prompt goes on the board early.
+        # With drafts, a step's tokens may be rejected: no part of a prompt is told of.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
-        self._board_updates = BoardUpdates(
-            self._offers.announce,
+        self._prompts = Prompts(
             [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
+            lambda: (self.engine_id, self.side_channel_host, self.side_channel_port),
         )
+        self._subscriber = Subscriber(self._deliver, REQUEST_NUMBERS, self._key, self._trusted)
         # Without the null block. 0 with drafts, because their extra blocks are not counted here.
         num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
         longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
-        self._parking = Parking(num_blocks, longest_blocks)
+        self._parking = Parking(self._subscriber, num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
         self._stats = ReshardStats()
@@ -136,7 +152,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
         self._reads = ReadBook(self._stats.record_blocks_in_doubt)
-        self._idling = Idling()
         self.first_tokens = open_first_tokens(
             vllm_config,
             settings,
@@ -165,9 +180,14 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert isinstance(handshake, ReshardHandshakeMetadata)
             handshakes[rank] = handshake
         self._server = HandshakeServer(
-            self.side_channel_host, self.side_channel_port, encode_replies(handshakes), self._key
+            self.side_channel_host,
+            self.side_channel_port,
+            encode_replies(handshakes),
+            self._key,
+            self.engine_id,
         )
         self._server.start()
+        self._prompts.server = self._server
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
         both_ways = self.is_bidirectional_kv_xfer_enabled
@@ -204,6 +224,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         scheduler of 0.22.1 is patched to do so.
         """
         self._reads.manager = manager
+        self._prompts.block_ids_of = manager.get_block_ids
         if not window_groups(self.kv_cache_config):
             return
         remove, num_anew = manager.remove_skipped_blocks, max(self._num_left_to_decode(), 1)
@@ -217,30 +238,50 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Set the block pool, for the number of free blocks."""
         self._block_pool = block_pool
 
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the call that wakes the engine's core, and let the core wait longer if it may."""
-        if not may_rest(self.vllm_config):
-            return
-        parallel_config = self.vllm_config.parallel_config
-        self._idling.begin(
-            host_for_workers(parallel_config, self.side_channel_host),
-            wakeup,
-            num_workers=parallel_config.world_size,
-            # At most one in each stage, and one that is scheduled ahead.
-            max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
-        )
-
-    def idle_timeout_s(self, num_running: int, num_waiting: int) -> float | None:
-        """Return how long the engine's core may wait after a step that computed nothing.
+    def hold_back(self, request: Request, resume: Callable[[], None]) -> bool:
+        """Return whether vLLM must not add a request to its scheduler yet.
 
         Args:
-            num_running: Number of running requests.
-            num_waiting: Number of waiting requests.
-
-        Returns:
-            Seconds; None if the core must take steps as usual.
+            request: A new request, or one that was held back.
+            resume: Has vLLM come to the request again; any thread may call it.
         """
-        return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
+        held = self._parking.holds_back(request.request_id, self._num_free_blocks())
+        if held is None:
+            early = early_request(request.kv_transfer_params, request.request_id, self._trusted)
+            if isinstance(early, EarlyRequest):
+                self._park(request, early, resume)
+                return True
+        return bool(held)
+
+    def drop(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget requests that are held back: their clients have left."""
+        for request_id in request_ids:
+            self._parking.leave(request_id)
+
+    def _park(
+        self, request: Request, early: EarlyRequest, resume: Callable[[], None] | None
+    ) -> None:
+        """Ask for a request that was sent to both engines at once, or give it up unseen."""
+        self._count_request(has_params=True)
+        num_blocks = self._counts.num_blocks(request.num_tokens)
+        parked = Parked(
+            request,
+            request.request_id,
+            early.place,
+            early.name,
+            time.monotonic(),
+            num_blocks,
+            resume,
+            None if is_made_up(request) else prompt_digest(request),
+        )
+        self._parking.park(parked)
+
+    def _deliver(self, news: News) -> None:
+        """Take news of a request; called by the subscriber's thread."""
+        self._parking.deliver(news)
+
+    def _num_free_blocks(self) -> int:
+        return 0 if self._block_pool is None else self._block_pool.get_num_free_blocks()
 
     def on_new_request(self, request: Request) -> None:
         """Add a new request as upstream does, with sanitized parameters.
@@ -251,24 +292,43 @@ class ReshardScheduler(NixlConnectorScheduler):
         up reads nothing; it gives up an offer that no request of this engine has read: see
         `readers`.
         """
-        params, fault = believable(
-            request,
-            self._trusted,
-            dispatches_early=self._dispatches_early,
-            reads_back=self.is_bidirectional_kv_xfer_enabled,
-        )
+        params: Any = request.kv_transfer_params
+        early = early_request(params, request.request_id, self._trusted)
+        if isinstance(early, EarlyRequest):
+            # If vLLM cannot hold it back, it waits in vLLM's scheduler.
+            if request.request_id not in self._parking:
+                self._park(request, early, None)
+            if is_made_up(request):
+                request.kv_transfer_params = None
+                return
+            # Until `_enter` fills in others.
+            request.kv_transfer_params = partly_computed(early.place, early.name or "unknown", 0)
+            if request.lora_request is not None:
+                note_adapter(request, self._adapters.identify(request.lora_request))
+            return
+        if isinstance(early, str):
+            params, fault = faulty(early), None
+        else:
+            params, fault = sanitize_params(
+                prefill_params(params),
+                reads_back=self.is_bidirectional_kv_xfer_enabled,
+                trusted=self._trusted,
+            )
         if fault is not None:
             logger.warning(
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
             )
-        made_up = is_made_up(request)
         self._count_request(has_params=is_disaggregated(params))
-        if params and request.request_id in self._reads and not made_up:
+        if params and request.request_id in self._reads and not is_made_up(request):
             # Even with malformed parameters: this id stands for blocks that are still written into.
             params = without_source(params)
+        self._take_params(request, params)
+
+    def _take_params(self, request: Request, params: Params | None) -> None:
+        """Begin with a request, once its parameters are known."""
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
-            if made_up:
+            if is_made_up(request):
                 is_free = self._readers.may_give_up(remote)
             else:
                 is_free = self._readers.claim(remote, request.request_id)
@@ -276,22 +336,56 @@ class ReshardScheduler(NixlConnectorScheduler):
         request.kv_transfer_params = params
         if request.lora_request is not None:
             note_adapter(request, self._adapters.identify(request.lora_request))
+        if params and params.get("do_remote_decode"):
+            # Upstream may leave out the prompt's last tokens.
+            self._prompts.add(request, params)
         super().on_new_request(request)
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
                 named = RemoteRequest(address_of(source), source.remote_request_id)
-                if is_early(params):
-                    num_blocks = self._counts.num_blocks(request.num_tokens)
-                    self._parking.park(request.request_id, named, num_blocks)
-                self._awaited.begin(request.request_id, None if is_early(params) else named)
+                self._awaited.begin(request.request_id, named)
         if params and params.get("do_remote_decode"):
             self.first_tokens.ask(request)
-            if self._dispatches_early:
-                self._board_updates.add(
-                    request.request_id, prefill_name(request.request_id, params)
-                )
+
+    def _enter(self, request: Request, parked: Parked) -> None:
+        """Go on with a request that another engine offers, or computes, or will not offer."""
+        news = parked.news
+        if isinstance(news, Computed):
+            place = RemoteEngineAddress(news.engine_id, news.host, news.port)
+            request.kv_transfer_params = partly_computed(place, news.request_id, news.total_tokens)
+            return
+        self._parking.take(request.request_id)
+        if isinstance(news, Offered):
+            params, _ = sanitize_params(news.params, reads_back=False, trusted=self._trusted)
+            if parked.has_waited:
+                self._stats.record_prefill_wait(time.monotonic() - parked.since_s)
+        else:
+            assert isinstance(news, Gone)
+            params = faulty(f"its prefill engine will not offer it: {one_line(news.reason)}")
+        self._take_params(request, params)
+
+    def _settle(self, parked: Parked, metadata: ReshardConnectorMetadata) -> None:
+        """Have workers read the rest of a request whose computed part they read."""
+        request, news, block_ids = parked.request, parked.news, parked.block_ids
+        assert block_ids is not None
+        if isinstance(news, Computed):
+            if check_host(news.host, self._trusted) is None:
+                metadata.prefetch[request.request_id] = part_of(request, block_ids, news)
+            return
+        expected = offered_tokens(request.kv_transfer_params)
+        self._enter(request, parked)
+        params = request.kv_transfer_params or {}
+        if offered_tokens(params) != expected and remote_request(params) is not None:
+            self._take_params(request, faulty("other tokens are offered than were computed"))
+            params = request.kv_transfer_params
+        assert params is not None
+        note_requested(params)
+        receive = self._receive(request, block_ids)
+        if isinstance(news, Offered):
+            receive = replace(receive, attempt=news.attempt)
+        metadata.receive[request.request_id] = receive
 
     def _count_request(self, *, has_params: bool) -> None:
         """Count a new request; say once if none of the first ones concerns another engine."""
@@ -312,19 +406,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Return how many tokens to read, and whether asynchronously; (None, False) to wait.
 
-        A request that is dispatched early waits until `parking` allows it blocks, unless its whole
-        prompt is cached here.
-        """
-        count, is_async = self._num_to_read(request, num_computed_tokens)
-        pool = self._block_pool
-        free_blocks = 0 if pool is None else pool.get_num_free_blocks()
-        if count > 0 and not self._parking.may_have_blocks(request.request_id, free_blocks):
-            self._idling.defer()
-            return None, False
-        return count, is_async
-
-    def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens to read, without those that `token_counts` rules out.
+        A request that was sent to both engines waits until `parking` allows it blocks. No more are
+        read than `token_counts` allows.
 
         Upstream assumes that the whole prompt was prefilled. If the prompt has grown since, the
         rest is computed here.
@@ -335,6 +418,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         Upstream counts no tokens for a prompt of embeddings. Such a prompt is read like any other,
         but not read back: the last answer consists of tokens, and this prompt of embedding rows.
         """
+        if (parked := self._parking.get(request.request_id)) is not None:
+            self._parking.hear()
+            if not self._parking.may_have_blocks(request.request_id, self._num_free_blocks()):
+                return None, False
+            self._enter(request, parked)
         params = request.kv_transfer_params
         if already_requested(params) or request.skip_reading_prefix_cache:
             return 0, False
@@ -354,18 +442,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         return count, is_async and count > 0
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: Any, num_external_tokens: int
-    ) -> None:
-        """Record a request's new blocks as upstream does; if it is to be read, stop parking it."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._board_updates.note_blocks(request.request_id, request)
-        if num_external_tokens:
-            self._parking.note_blocks(request.request_id)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
-        self._board_updates.compute(scheduled_in(scheduler_output))
+        self._prompts.begin_step(computes=scheduler_output.total_num_scheduled_tokens > 0)
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # Further fields are for upstream's worker.
             request_id: entry[:2]
@@ -377,51 +456,54 @@ class ReshardScheduler(NixlConnectorScheduler):
         metadata = ReshardConnectorMetadata(
             admitted=upstream.reqs_in_batch,
             withdrawn=upstream.reqs_not_processed,
-            early=self._parking.take(),
-            board_updates=self._board_updates.take(),
         )
-        self._awaited.write_to(metadata)
         leases_s = {
             request_id: max(expires_at_s - now_s, 0.0)
             for request_id, expires_at_s in upstream.reqs_to_send.items()
         }
         self._offers.write_to(metadata, leases_s)
-        metadata.receive = {
-            request_id: self._receive(request, block_ids)
-            for request_id, (request, block_ids) in wanted.items()
-        }
-        given_up = [self._receive(request, ()) for request in self._readers.take_given_up()]
-        metadata.given_up = [receive for receive in given_up if receive.secret is not None]
-        for request, block_ids in wanted.values():
+        for request_id, (request, block_ids) in wanted.items():
             # Without blocks, the producer is notified, but workers report nothing.
             if any(block_ids):
                 self._reads.begin(request, sum(map(len, block_ids)))
+            parked = self._parking.get(request_id)
+            if parked is None:
+                metadata.receive[request_id] = self._receive(request, block_ids)
+            elif any(block_ids):
+                parked.block_ids = block_ids
+                self._settle(parked, metadata)
+            else:
+                # All of it is cached here.
+                self._parking.leave(request_id)
+        for parked in self._parking.take_heard():
+            self._settle(parked, metadata)
+        given_up = [self._receive(request, ()) for request in self._readers.take_given_up()]
+        given_up += filter(
+            None, (to_give_up(each, self._trusted) for each in self._parking.take_given_up())
+        )
+        metadata.given_up = [receive for receive in given_up if receive.secret is not None]
         metadata.failed = self._reads.take_failed()
-        computes = scheduler_output.total_num_scheduled_tokens > 0
-        metadata.is_idle = self._idling.end_schedule(is_idle=not (computes or metadata))
-        metadata.doorbell = self._idling.take_address()
+        # With the reads that have begun: those of `_settle`, too.
+        self._awaited.write_to(metadata)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the workers' reports; `failed_reads` decides what vLLM sees of failed reads."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
-        if told or connector_output.finished_sending or connector_output.finished_recving:
-            self._idling.hear()
+        self._prompts.end_step()
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
-            self._parking.hear(told.begun, told.may_have_blocks, told.faults)
-            self.first_tokens.hear(told.first_tokens)
+                self._parking.leave(request_id)
             self._shortages |= told.shortages
             if self._server is not None:
                 self._server.shortage = next(filter(None, self._shortages.values()), "")
-        self._board_updates.forget(connector_output.finished_sending or ())
+        self._prompts.end(connector_output.finished_sending or (), "it is not held there any more")
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
             )
-            self._parking.forget(connector_output.finished_recving)
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
@@ -433,14 +515,16 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Then to free blocks, or to tell workers whose leases they renew from now on.
         """
-        return self._reads.num_taken_blocks > 0 or self._awaited.has_untold
+        return (
+            self._reads.num_taken_blocks > 0
+            or self._awaited.has_untold
+            or self._parking.has_given_up
+        )
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
-        """Return what to read for a request, and stop parking it."""
-        refusal = self._parking.leave(request.request_id)
-        return receive_of(
-            request, local_block_ids, self._num_prefilled(request.num_prompt_tokens), refusal
-        )
+        """Return what to read for a request."""
+        num_prefilled = self._num_prefilled(request.num_prompt_tokens)
+        return receive_of(request, local_block_ids, num_prefilled)
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt a prefill engine computes."""
@@ -459,18 +543,26 @@ class ReshardScheduler(NixlConnectorScheduler):
         Unlike upstream's, the parameters include the number of pipeline stages. Not offered are:
 
         - blocks and tokens beyond the answer, such as those of drafts;
+        - a request that nobody will read;
         - a request without another engine's parameters, which workers would never report as sent;
         - recurrent state that includes tokens beyond the answer;
         - blocks that a step in flight may be filling: in 0.22.1, the output of a step from before
           a preemption can still end the request.
         """
         self.first_tokens.finish(request.request_id)
+        if (parked := self._parking.leave(request.request_id)) is not None:
+            if parked.block_ids is not None:
+                # Workers stop reading what is computed of it.
+                self._reads.hear({request.request_id})
+            return False, None
         delay_free, params = self._request_finished(request, block_ids)
-        if not delay_free:
+        if delay_free:
+            assert params is not None
+            self._prompts.offer(request.request_id, dict(params))
+        else:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
-            self._board_updates.finish(
-                request.request_id, State.ABORTED if was_aborted else State.EMPTY
-            )
+            reason = "its prefill was aborted" if was_aborted else "nothing of it is held there"
+            self._prompts.end([request.request_id], reason)
         if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
             # For routers, this means that the next engine needs only this address.
             params["transfer_mode"] = "push"
@@ -487,7 +579,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
         began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
-        is_nobodys = went_on or began_anew
+        is_nobodys = went_on or began_anew or self._prompts.is_given_up(request.request_id)
         block_ids = (
             tuple([] for _ in block_ids)
             if is_nobodys
@@ -522,8 +614,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             first_token = self.first_tokens.of_offer(request)
             if first_token is not None:
                 params["remote_first_token"] = first_token
-            blocks = params["remote_block_ids"]
-            self._board_updates.offer(request.request_id, num_tokens, blocks, first_token)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -534,9 +624,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes, announcing offers and receiving rings."""
+        """Stop answering handshakes, asking for requests and announcing offers."""
         self._offers.close()
-        self._idling.close()
+        self._subscriber.close()
         if self._server is not None:
             self._server.close()
             self._server = None
