@@ -106,7 +106,7 @@ TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispa
 # What pages tell of a release, and models that vary between it and the default one.
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
                    $(RESHARD)/cli/test_asking.py $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
-                   $(RESHARD)/test_idle_engines.py
+                   $(RESHARD)/test_early_dispatch.py
 # 0.22.1's pair is nightly.
 BASES_WITH_PAIR := 0.33.0
 PAIR := $(BIN)/python -m tools.pdstack sweep --subset base --requests 16
