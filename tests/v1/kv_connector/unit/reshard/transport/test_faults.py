@@ -120,6 +120,8 @@ def test_request_fails_at_once_and_ends_after_its_last_leg(prefill_and_decode, f
     assert not any(progress.received.values())
 
     CommandedAgent.held_up.clear()
+    # What frees its blocks is sent once both can be read from.
+    getattr(CommandedAgent, fault).clear()
     progress.until(d, received="d-a")
     assert worker.take_failed() == {}
     progress.until(p, sent="p-a")
