@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,17 +22,15 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
+    Announcer,
+    AnnouncerAddress,
     listen_to,
     open_announcer,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.sockets import (
-    InternalAddress,
-    Sender,
 )
 
 
 @pytest.fixture
-def announcer() -> Iterator[Sender]:
+def announcer() -> Iterator[Announcer]:
     """A scheduler's."""
     opened = open_announcer(HOST)
     yield opened
@@ -39,7 +38,7 @@ def announcer() -> Iterator[Sender]:
 
 
 @contextlib.contextmanager
-def listening_to(address: InternalAddress) -> Iterator[list[bytes]]:
+def listening_to(address: AnnouncerAddress) -> Iterator[list[bytes]]:
     """A worker that listens; yields what it has heard."""
     heard: list[bytes] = []
     listener = listen_to(address, heard.append)
@@ -49,7 +48,7 @@ def listening_to(address: InternalAddress) -> Iterator[list[bytes]]:
         listener.close()
 
 
-def speak_until_heard(announcer: Sender, *workers: list[bytes]) -> None:
+def speak_until_heard(announcer: Announcer, *workers: list[bytes]) -> None:
     """Connections take a moment, in which nothing is heard."""
 
     def is_heard() -> bool:
@@ -74,6 +73,40 @@ def test_all_workers_hear_everything_in_order(announcer):
         for heard in (first, second):
             wait_until(lambda heard=heard: heard[-1] == said[-1])
             assert heard[-len(said) :] == said
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has an address of IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_addresses_may_be_of_ipv6():
+    """As those of engines are."""
+    announcer = open_announcer("::1")
+    with listening_to(announcer.address) as heard:
+        speak_until_heard(announcer, heard)
+    announcer.close()
+
+
+def test_large_message_is_not_taken_in(announcer):
+    """It ends who sent it, and the next one is told what it wants to hear."""
+    with open_socket(zmq.SUB) as large:
+        large.curve_serverkey = announcer.address.public_key
+        large.curve_publickey, large.curve_secretkey = zmq.curve_keypair()
+        monitor = large.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        large.subscribe(b"x" * 2000)
+        large.connect(f"tcp://{HOST}:{announcer.address.port}")
+        assert monitor.poll(DEADLINE_S * 1000)
+        with listening_to(announcer.address) as heard:
+            speak_until_heard(announcer, heard)
+        large.disable_monitor()
+        monitor.close()
 
 
 @pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0]], ids=["no key", "another key"])

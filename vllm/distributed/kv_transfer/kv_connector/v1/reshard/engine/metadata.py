@@ -17,7 +17,7 @@ from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
-from ..transport.sockets import InternalAddress
+from ..transport.announcements import AnnouncerAddress
 from .stats import ReshardStats
 
 
@@ -77,7 +77,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, Offer] = field(default_factory=dict)
     num_offers: int = 0
-    announcer: InternalAddress | None = None
+    announcer: AnnouncerAddress | None = None
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
 

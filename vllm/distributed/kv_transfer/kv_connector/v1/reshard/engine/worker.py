@@ -27,7 +27,7 @@ from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..transport.agent import NixlAgent, can_be_polled, nixl_module
-from ..transport.announcements import listen_to
+from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
 from ..transport.handshake_client import HandshakeClient
@@ -35,7 +35,6 @@ from ..transport.lane import Lane, Lanes
 from ..transport.limits import listeners, listeners_told, raise_file_limit
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
-from ..transport.sockets import Receiver
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .caches.cache_formats import settings_fingerprint
@@ -143,7 +142,7 @@ class ReshardWorker:
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]
         )
         self._handshake_client: HandshakeClient | None = None
-        self._listener: Receiver | None = None
+        self._listener: Listener | None = None
         # Results collected from the thread, not taken yet.
         self._report = Report()
         # Both set once the caches are registered.

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from ...protocol.fingerprint import OfferFingerprint, OfferSecret
 from ...protocol.ids import RequestId
 from ...protocol.messages import Announcement, encode_announcement
-from ...transport.announcements import open_announcer
-from ...transport.sockets import InternalAddress, Sender
+from ...transport.announcements import Announcer, AnnouncerAddress, open_announcer
 from ..metadata import Offer, ReshardConnectorMetadata
 
 if TYPE_CHECKING:
@@ -44,9 +43,9 @@ class OfferBook:
         # Their leases begin with the step: `lease_s` is 0 until then.
         self._offers: dict[RequestId, Offer] = {}
         self._num_offers = 0
-        self._announcer: Sender | None = None
+        self._announcer: Announcer | None = None
         # The announcer's address, until it is sent to the workers.
-        self._address: InternalAddress | None = None
+        self._address: AnnouncerAddress | None = None
 
     def announce_from(self, host: str) -> None:
         """Announce all further offers, if an announcer can be opened.
