@@ -29,6 +29,8 @@ def read_of(request_id: str) -> Receive:
 class RecordingConnection:
     """A connection with an engine, some of whose workers can be reached."""
 
+    unreached = frozenset()
+
     def __init__(self, *unreachable: str, releases: Sequence[tuple[str, int]] = RELEASES) -> None:
         self.releases = releases
         self.unreachable = unreachable
@@ -40,3 +42,25 @@ class RecordingConnection:
         if peer in self.unreachable:
             raise TransferError(f"{peer} cannot be told")
         self.sent.append((peer, decode_notification(message)))
+
+
+class Producers:
+    """An engine with one connection after the other, and those that were broken off."""
+
+    def __init__(self, *connections: RecordingConnection) -> None:
+        self._connections = list(connections)
+        self.broken: list[RecordingConnection] = []
+
+    @property
+    def connection(self) -> RecordingConnection:
+        """The one that is in use."""
+        return self._connections[0]
+
+    def get_or_connect(self, source: RemoteEngineAddress, now_s: float) -> Producers:
+        """What stands for the engine in the table of peers."""
+        return self
+
+    def break_off(self, connection: RecordingConnection, now_s: float) -> None:
+        """Use the next one."""
+        assert connection is self._connections.pop(0)
+        self.broken.append(connection)

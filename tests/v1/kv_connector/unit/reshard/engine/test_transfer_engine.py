@@ -51,6 +51,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits import listeners
@@ -188,8 +189,9 @@ def idle_transfer_engine(num_peers: int) -> TransferEngine:
     lowered = SimpleNamespace(num_ranks=1, rank=MeshRank(0, 0), summary="reads nothing")
     peers = PeerTable(lambda _: at_once(lowered), lambda *_: Connection(), lanes, 600.0)
     transfers = Transfers()
-    notifier = Notifier("worker", stats)
-    reads = ConsumerSide(peers, transfers, notifier, stats, 60.0)
+    tasks = Tasks()
+    notifier = Notifier("worker", stats, peers, tasks)
+    reads = ConsumerSide(peers, transfers, notifier, stats, tasks, 60.0)
     producer = ProducerSide(agent, 30.0, stats)
     transfer_engine = TransferEngine(
         agent, producer, peers, transfers, reads, notifier, Renewals(30.0), stats

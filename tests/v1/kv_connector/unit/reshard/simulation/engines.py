@@ -57,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Announcement,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
@@ -221,8 +222,9 @@ class Worker:
         peers = PeerTable(
             lambda address: waking(dialer.dial(address)), connect, lanes, world.limits.idle_limit_s
         )
-        transfers, notifier = Transfers(area), Notifier(self.name, stats)
-        reads = ConsumerSide(peers, transfers, notifier, stats, world.limits.read_timeout_s)
+        transfers, tasks = Transfers(area), Tasks()
+        notifier = Notifier(self.name, stats, peers, tasks)
+        reads = ConsumerSide(peers, transfers, notifier, stats, tasks, world.limits.read_timeout_s)
         local_cache = LocalCache(shard.rank, cache.cache, frozenset())
         reads.set_local_cache(local_cache)
         dialer.begin(

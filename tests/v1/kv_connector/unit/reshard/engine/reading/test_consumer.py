@@ -44,7 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_blocks import (
     RequestBlocks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import suspended
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks, suspended
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
@@ -110,8 +110,9 @@ class Worker:
         self.failed: list[str] = []
         self.peers = PeerTable(self._dial, self._connect, lanes(), 600.0)
         transfers, self.stats = Transfers(), ReshardStats()
-        notifier = Notifier("me", self.stats)
-        self.reads = ConsumerSide(self.peers, transfers, notifier, self.stats, 600.0)
+        tasks = Tasks()
+        notifier = Notifier("me", self.stats, self.peers, tasks)
+        self.reads = ConsumerSide(self.peers, transfers, notifier, self.stats, tasks, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
         self.reads.set_local_cache(SimpleNamespace(cache=cache, window_groups=frozenset()))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from tests.v1.kv_connector.unit.reshard.engine.connections import (
     OFFER,
+    Producers,
     RecordingConnection,
     read_of,
 )
@@ -24,12 +23,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     GaveUpEntry,
     Renew,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
+
+
+def telling(stats: ReshardStats, *connections: RecordingConnection) -> tuple[Notifier, Tasks]:
+    """A worker that tells the producers of one engine, over one connection after the other."""
+    tasks = Tasks()
+    return Notifier("d0", stats, Producers(*connections), tasks), tasks
 
 
 def test_every_producer_is_told_how_many_it_must_hear():
     """The number is the plan's for each producer, and the name is this worker's."""
     producers, stats = RecordingConnection(), ReshardStats()
-    notifier = Notifier("d0", stats)
+    notifier, _ = telling(stats)
     notifier.release(read_of("p-a"), producers)
     assert producers.sent == []
     notifier.flush()
@@ -43,7 +49,7 @@ def test_every_producer_is_told_how_many_it_must_hear():
 def test_every_producer_is_told_what_is_given_up():
     """Beside what was read, with the secret."""
     producers, stats = RecordingConnection(), ReshardStats()
-    notifier = Notifier("d0", stats)
+    notifier, _ = telling(stats)
     notifier.release(read_of("p-a"), producers)
     notifier.release(replace(read_of("p-b"), secret=7), producers)
     notifier.flush()
@@ -58,7 +64,7 @@ def test_every_producer_is_told_what_is_given_up():
 
 def test_producer_is_told_nothing_of_what_cannot_be_named():
     """Without a secret or a fingerprint, what is held under a name may be another's."""
-    producers, notifier = RecordingConnection(), Notifier("d0", ReshardStats())
+    producers, (notifier, _) = RecordingConnection(), telling(ReshardStats())
     notifier.release(replace(read_of("p-a"), fingerprint=None), producers)
     notifier.flush()
     assert producers.sent == []
@@ -67,7 +73,7 @@ def test_producer_is_told_nothing_of_what_cannot_be_named():
 def test_what_was_sent_is_not_sent_again():
     """A poll in which nothing ends costs nothing."""
     producers = RecordingConnection()
-    notifier = Notifier("d0", ReshardStats())
+    notifier, _ = telling(ReshardStats())
     notifier.release(read_of("p-a"), producers)
     notifier.flush()
     producers.sent.clear()
@@ -81,7 +87,7 @@ def test_requests_of_one_turn_share_a_notification():
     dst = shard_model(ParallelMesh(1, 1), 16, 16)
     counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
     producers = RecordingConnection(releases=counts)
-    notifier = Notifier("d0", ReshardStats())
+    notifier, _ = telling(ReshardStats())
     for number in range(10):
         notifier.release(read_of(f"p-{number}"), producers)
     notifier.flush()
@@ -93,38 +99,47 @@ def test_requests_of_one_turn_share_a_notification():
 def test_every_producer_is_asked_to_hold_on():
     """One notification to each, whatever the number of requests."""
     producers = RecordingConnection()
-    Notifier("d0", ReshardStats()).renew(["b", "a"], producers)
+    notifier, tasks = telling(ReshardStats(), producers)
+    notifier.renew(read_of("p-a").source, ["b", "a"])
+    tasks.run(0.0)
     assert producers.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
 
 
-@pytest.mark.parametrize("is_second", [False, True])
-def test_producer_that_cannot_be_told_costs_the_others_nothing(is_second, caplog_vllm):
-    """What it was to be told is given back once; the second time it is left to its lease."""
-    producers, stats = RecordingConnection("p0"), ReshardStats()
-    notifier, receives = Notifier("d0", stats), [read_of("p-a"), replace(read_of("p-b"), secret=7)]
-    for receive in receives:
-        notifier.release(receive, producers, is_second=is_second)
-    lost = {} if is_second else {each.remote_request_id: each for each in receives}
-    assert notifier.flush() == {producers: lost}
-    assert {peer for peer, _ in producers.sent} == {"p1"}
-    assert stats.data["num_failed_notifications"] == [1.0]
-    warnings = [each for each in caplog_vllm.records if each.levelname == "WARNING"]
-    assert sum("p0 cannot be told" in each.getMessage() for each in warnings) == is_second
-    assert notifier.flush() == {}
+def test_producer_that_cannot_be_told_is_told_over_the_next_connection():
+    """And the others once more, as often as there are requests."""
+    first, second, stats = RecordingConnection("p0", "p1"), RecordingConnection(), ReshardStats()
+    notifier, tasks = telling(stats, first, second)
+    for receive in (read_of("p-a"), replace(read_of("p-b"), secret=7)):
+        notifier.release(receive, first)
+    notifier.flush()
+    assert stats.data["num_failed_notifications"] == [1.0, 1.0]
+    tasks.run(0.0)
+    notifier.flush()
+    assert first.sent == [] and len(second.sent) == 4
+    assert second.sent[:2] == [
+        ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
+        ("p0", GaveUp("d0", [GaveUpEntry("p-b", 1, 7)])),
+    ]
 
 
-def test_request_is_given_back_once_for_all_producers_that_cannot_be_told():
-    """It is released at all of them again, and not as often as there are producers."""
-    producers, receive = RecordingConnection("p0", "p1"), read_of("p-a")
-    notifier = Notifier("d0", ReshardStats())
-    notifier.release(receive, producers)
-    assert notifier.flush() == {producers: {"p-a": receive}}
+def test_producer_that_cannot_be_told_twice_costs_the_others_nothing(caplog_vllm):
+    """What it was to be told is left to its lease."""
+    connections, stats = [RecordingConnection("p0"), RecordingConnection("p0")], ReshardStats()
+    notifier, tasks = telling(stats, *connections)
+    notifier.release(read_of("p-a"))
+    for _ in range(3):
+        tasks.run(0.0)
+        notifier.flush()
+    assert [peer for each in connections for peer, _ in each.sent] == ["p1", "p1"]
+    assert stats.data["num_failed_notifications"] == [1.0, 1.0]
+    (warning,) = [each for each in caplog_vllm.records if each.levelname == "WARNING"]
+    assert "p0 cannot be told: its blocks are freed" in warning.getMessage()
 
 
 def test_producer_that_cannot_be_told_is_tried_once_a_turn():
     """What would take several notifications is given up with the first of them."""
     producers, stats = RecordingConnection("p0", "p1"), ReshardStats()
-    notifier = Notifier("d0", stats)
+    notifier, _ = telling(stats, producers, RecordingConnection())
     for number in range(1000):
         notifier.release(read_of(f"p-{number}"), producers)
     notifier.flush()

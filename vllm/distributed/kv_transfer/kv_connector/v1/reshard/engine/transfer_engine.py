@@ -149,7 +149,7 @@ class TransferEngine:
             self._apply(each, now_s)
         self._advance_peers(now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
-            self.consumer.renew(address, request_ids)
+            self._notifier.renew(address, request_ids)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         for connection in taken_once_done(self.peers.broken):
@@ -177,8 +177,7 @@ class TransferEngine:
         Call it after each poll's report, so that the engine need not wait for it.
         """
         # Before closing connections, over which the notifications are sent.
-        for connection, receives in self._notifier.flush().items():
-            self.consumer.release_again(connection, receives.values(), now_s)
+        self._notifier.flush()
         for connection in self.peers.take_drained():
             try:
                 connection.close()

@@ -26,6 +26,7 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
+from ..protocol.tasks import Tasks
 from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
@@ -117,7 +118,8 @@ class ReshardWorker:
             self._settings.engine_ttl_s,
             lambda: renewals.sources,
         )
-        notifier = Notifier(self._name, stats)
+        tasks = Tasks()
+        notifier = Notifier(self._name, stats, peers, tasks)
         self._transfer_engine = TransferEngine(
             agent,
             ProducerSide(agent, self._settings.lease_s, stats, self._name),
@@ -128,6 +130,7 @@ class ReshardWorker:
                 self._transfers,
                 notifier,
                 stats,
+                tasks,
                 self._settings.kv_read_timeout_s,
                 self._name,
             ),

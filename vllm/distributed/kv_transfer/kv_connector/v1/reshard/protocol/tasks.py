@@ -95,11 +95,13 @@ class Tasks:
     Attributes:
         ready: Tasks to resume, in order.
         current: The task that runs now, or has run last.
+        now_s: The time of the last `run`.
     """
 
     def __init__(self) -> None:
         self.ready: dict[Task, None] = {}
         self.current: Task | None = None
+        self.now_s = 0.0
         self._timers: list[tuple[float, int, Task]] = []
         self._numbers = count()
 
@@ -116,6 +118,7 @@ class Tasks:
 
     def run(self, now_s: float) -> None:
         """Resume the tasks that were woken or are due, until none is ready."""
+        self.now_s = now_s
         while self._timers and self._timers[0][0] <= now_s:
             self.ready[heappop(self._timers)[2]] = None
         while self.ready:

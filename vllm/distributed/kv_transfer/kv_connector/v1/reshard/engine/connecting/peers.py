@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...protocol.ids import RequestId
 from ...protocol.messages import RemoteEngineAddress
-from ...protocol.tasks import Task
+from ...protocol.tasks import Task, Tasks, suspended
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
 from ...transport.limits import within_limit
@@ -79,7 +79,7 @@ class Turn:
 
     Attributes:
         task: What waits for its turn.
-        request_id: The request to read; None where blocks are only released.
+        request_id: The request to read; None where producers are only told something.
         connection: The connection to use; None before its turn.
         is_over: Whether its task waits no more.
     """
@@ -146,6 +146,26 @@ class Peer:
         """True if it is to be connected, is being connected, or has requests waiting."""
         return bool(self.is_opening or self.waiting or (self.connection is None and self.wanted))
 
+    async def turn(self, tasks: Tasks, request_id: RequestId | None = None) -> PeerConnection:
+        """Have the current task wait until it is connected, and for its turn.
+
+        Args:
+            tasks: The tasks of this thread.
+            request_id: The request to read; None where producers are only told something.
+
+        Returns:
+            The connection to use.
+        """
+        assert tasks.current is not None
+        turn = Turn(tasks.current, request_id)
+        self.waiting.append(turn)
+        try:
+            while turn.connection is None:
+                await suspended()
+            return turn.connection
+        finally:
+            turn.is_over = True
+
     def is_suspect(self, now_s: float) -> bool:
         """Return whether it broke recently."""
         return now_s < self.suspect_until_s
@@ -175,6 +195,7 @@ class PeerTable:
     Attributes:
         broken: Connections that broke, over which nothing more is to be posted; the transfer engine
             takes them out.
+        looking: Connections whose lease tables are looked up in; `ConsumerSide` advances them.
     """
 
     def __init__(
@@ -198,6 +219,7 @@ class PeerTable:
         # Draining connections of open lanes.
         self._retired: list[PeerConnection] = []
         self.broken: deque[PeerConnection] = deque()
+        self.looking: dict[PeerConnection, None] = {}
         self._handshakes: list[tuple[RemoteEngineAddress, LoweredEngine, float]] = []
         self._news: list[tuple[Peer, Exception | None]] = []
 

@@ -17,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from functools import partial
 
 from vllm.logger import init_logger
 
@@ -31,10 +30,10 @@ from ...protocol.tasks import Tasks, suspended
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import LeaseError, PreparedTable
+from ...transport.lease_check import PreparedTable
 from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
-from ..connecting.peers import Peer, PeerTable, Turn
+from ..connecting.peers import Peer, PeerTable
 from ..metadata import Report
 from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
@@ -68,6 +67,7 @@ class ConsumerSide:
         transfers: The parts on their way.
         notifier: Notifies the producers of their blocks.
         stats: Its metrics.
+        tasks: The tasks of its thread, which this steps.
         timeout_s: How long a request may take from its offer until it is received.
         name: The worker's name, for traces.
     """
@@ -78,6 +78,7 @@ class ConsumerSide:
         transfers: Transfers,
         notifier: Notifier,
         stats: ReshardStats,
+        tasks: Tasks,
         timeout_s: float,
         name: str = "",
     ) -> None:
@@ -87,15 +88,13 @@ class ConsumerSide:
         self._stats = stats
         self._timeout_s = timeout_s
         self._name = name
-        self._tasks = Tasks()
+        self._tasks = tasks
         # Until each is reported as received.
         self._requests: dict[RequestId, IncomingRequest] = {}
         # Earliest first. Those of requests that are over stay until they are first.
         self._deadlines: deque[tuple[float, RequestId]] = deque()
         # Connected peers with waiting requests, in round-robin order.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
-        # Connections whose lease tables requests are looked up in.
-        self._looking: dict[PeerConnection, None] = {}
         # What was not reported yet.
         self._report = Report()
         # Time of the current poll.
@@ -118,7 +117,7 @@ class ConsumerSide:
         """True while a poll soon may have results of requests."""
         if self.has_backlog or self._transfers.is_moving or self._tasks.ready:
             return True
-        return self._doubt.hung is not None or any(each.leases for each in self._looking)
+        return self._doubt.hung is not None or any(each.leases for each in self._peers.looking)
 
     @property
     def next_due_s(self) -> float | None:
@@ -153,7 +152,7 @@ class ConsumerSide:
             return
         if not any(receive.local_block_ids):
             if receive.fault is None:
-                self._tasks.start(self._release_blocks(receive), self._leave_release)
+                self._notifier.release(receive)
         elif request is not None and request.is_early and request.fault is None:
             self._offer(request, receive)
         else:
@@ -177,20 +176,6 @@ class ConsumerSide:
             request.receive = request.computed = part
             request.task.wake()
             self._tasks.run(now_s)
-
-    def renew(self, source: RemoteEngineAddress, request_ids: set[RequestId]) -> None:
-        """Renew the leases of some requests at an engine."""
-        self._tasks.start(self._renew(source, request_ids), self._leave_renewal)
-
-    def release_again(
-        self, broken: PeerConnection, receives: Iterable[Receive], now_s: float
-    ) -> None:
-        """Send releases of requests over another connection than the broken one."""
-        if not broken.lifetime.is_retired:
-            self._peers.break_off(broken, now_s)
-        for receive in receives:
-            again = self._release_blocks(receive, is_second=True)
-            self._tasks.start(again, self._leave_release)
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
         """Fail requests that another worker of this engine could not read."""
@@ -258,13 +243,13 @@ class ConsumerSide:
         for connection in taken_once_done(self._transfers.broken):
             self._peers.break_off(connection, now_s)
         self._tasks.run(now_s)
-        for connection in list(self._looking):
+        for connection in list(self._peers.looking):
             connection.leases.advance()
             if connection.leases.is_broken:
                 # Even if its request has failed meanwhile: nothing else reports the broken peer.
                 self._peers.break_off(connection, now_s)
             if not connection.leases.is_busy:
-                del self._looking[connection]
+                del self._peers.looking[connection]
         # Before deadlines: the line of a request that was not offered in time says so.
         self._tasks.run(now_s)
         while (due_at_s := self._next_deadline_s) is not None and due_at_s <= now_s:
@@ -281,7 +266,7 @@ class ConsumerSide:
         for connection in list(lane.connections):
             self._transfers.retire(connection)
             connection.leases.give_up()
-            self._looking.pop(connection, None)
+            self._peers.looking.pop(connection, None)
         self._tasks.run(self._now_s)
         lane.close()
         self._transfers.on_lane_closed(lane)
@@ -290,9 +275,9 @@ class ConsumerSide:
         """Advance the reads under way, and begin none; return whether there are any."""
         self._transfers.give_up_all()
         self._transfers.advance(now_s)
-        for connection in self._looking:
+        for connection in self._peers.looking:
             connection.leases.advance()
-        return self._transfers.is_lingering or any(each.leases for each in self._looking)
+        return self._transfers.is_lingering or any(each.leases for each in self._peers.looking)
 
     def take_report(self) -> Report:
         """Return what has become of requests since the last call."""
@@ -329,7 +314,7 @@ class ConsumerSide:
         connection = request.connection
         assert connection is not None and request.peer is not None
         assert receive.fingerprint is not None
-        self._looking[connection] = None
+        self._peers.looking[connection] = None
         await connection.leases.confirm(
             self._tasks, receive.remote_request_id, receive.fingerprint, tables, request.due_at_s
         )
@@ -438,7 +423,9 @@ class ConsumerSide:
         """
         while True:
             request.peer = peer = self._peers.get_or_connect(request.receive.source, self._now_s)
-            connection = await self._turn(peer, request.request_id)
+            if peer.connection is not None:
+                self.on_connected(peer)
+            connection = await peer.turn(self._tasks, request.request_id)
             if self._doubt.are_too_many and peer.is_suspect(self._now_s):
                 reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
                 raise ReadError(reason, ReadFailure.DOUBT)
@@ -452,64 +439,6 @@ class ConsumerSide:
             # From the start: what was read ahead is of no use.
             self._count(request)
             request.prefetched = request.reads.error = None
-
-    async def _turn(self, peer: Peer, request_id: RequestId | None) -> PeerConnection:
-        """Wait for a turn at a peer; return its connection."""
-        assert self._tasks.current is not None
-        turn = Turn(self._tasks.current, request_id)
-        peer.waiting.append(turn)
-        if peer.connection is not None:
-            self.on_connected(peer)
-        try:
-            while turn.connection is None:
-                await suspended()
-            return turn.connection
-        finally:
-            turn.is_over = True
-
-    async def _release_blocks(self, receive: Receive, *, is_second: bool = False) -> None:
-        """Have the producers of a request free its blocks, once they can be told."""
-        try:
-            connection = await self._reached(receive.source)
-        except LeaseError:
-            if is_second:
-                raise
-            await self._release_blocks(receive, is_second=True)
-        else:
-            self._notifier.release(receive, connection, is_second=is_second)
-
-    async def _leave_release(self, error: Exception | None) -> None:
-        """End a release: one that fails leaves the blocks to their lease."""
-        if error is not None:
-            is_known = isinstance(error, ReadError | LeaseError)
-            log = logger.info if is_known else partial(logger.error, exc_info=error)
-            log("Blocks are freed when their lease runs out: %s", one_line(error))
-
-    async def _renew(self, source: RemoteEngineAddress, request_ids: set[RequestId]) -> None:
-        """Renew the leases of some requests at an engine."""
-        connection = await self._reached(source)
-        if not self._notifier.renew(request_ids, connection):
-            logger.info("The connection with engine %s is broken.", quote(source.engine_id))
-            self._peers.break_off(connection, self._now_s)
-
-    async def _leave_renewal(self, error: Exception | None) -> None:
-        """End a renewal: the next one comes before the lease expires."""
-        if error is not None and not isinstance(error, ReadError | LeaseError):
-            logger.error("Leases are not renewed this time", exc_info=error)
-
-    async def _reached(self, source: RemoteEngineAddress) -> PeerConnection:
-        """Wait until messages to all workers of an engine leave when they are sent.
-
-        Raises:
-            LeaseError: One of them cannot be read from.
-        """
-        peer = self._peers.get_or_connect(source, self._now_s)
-        # A message need not queue behind other requests' reads.
-        connection = peer.connection or await self._turn(peer, None)
-        if tables := connection.unreached:
-            self._looking[connection] = None
-            await connection.leases.reach(self._tasks, tables)
-        return connection
 
     def _add(
         self,
@@ -671,10 +600,7 @@ class ConsumerSide:
         producers = (peer and peer.connection) or request.connection
         if producers is None or (producers is request.connection and not producers.is_connected):
             return
-        if producers.unreached:
-            self._tasks.start(self._release_blocks(request.receive), self._leave_release)
-        else:
-            self._notifier.release(request.receive, producers)
+        self._notifier.release(request.receive, producers)
 
     def _set_deadline(self, request: IncomingRequest) -> None:
         request.due_at_s = self._now_s + self._timeout_s

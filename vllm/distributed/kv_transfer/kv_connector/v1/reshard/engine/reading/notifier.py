@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notifications to the producers of a worker's blocks. Belongs to the connector's thread."""
+"""What a worker tells the producers of the blocks that it reads. Belongs to the connector's thread.
+
+A notification is sent once a read of that producer has completed: before, it might leave only after
+a later read. So each release and each renewal is a task, which waits for the connection and, if
+nothing was read over it yet, for a look at each producer's lease table.
+
+A release that cannot be sent is sent once more, over the next connection. After that, and where no
+renewal comes, the lease decides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from vllm.logger import init_logger
@@ -14,19 +23,30 @@ from ...protocol.messages import (
     DoneEntry,
     GaveUpEntry,
     Receive,
+    RemoteEngineAddress,
     encode_done,
     encode_gave_up,
     encode_renewals,
 )
 from ...protocol.quoting import one_line, quote
+from ...protocol.tasks import Tasks
 from ...transport.connection import PeerConnection
+from ...transport.lease_check import LeaseError
+from ..connecting.peers import PeerTable
 from ..stats import ReshardStats
+from .incoming import ReadError
 
 logger = init_logger(__name__)
 
 
 class _Release(NamedTuple):
-    """A release to send to a producer; see `Notifier.release`."""
+    """A release to send to a producer.
+
+    Attributes:
+        receive: The request.
+        entry: What the producer is told of it.
+        is_second: Whether it could not be sent before.
+    """
 
     receive: Receive
     entry: DoneEntry | GaveUpEntry
@@ -41,55 +61,37 @@ class Notifier:
     Args:
         name: This worker's name at the producers.
         stats: Its metrics.
+        peers: The engines that it reads from.
+        tasks: The tasks of its thread.
     """
 
-    def __init__(self, name: str, stats: ReshardStats) -> None:
+    def __init__(self, name: str, stats: ReshardStats, peers: PeerTable, tasks: Tasks) -> None:
         self._name = name
         self._stats = stats
+        self._peers = peers
+        self._tasks = tasks
         # Releases to send to each producer at the end of a poll.
         self._outgoing: dict[tuple[PeerConnection, str], list[_Release]] = {}
 
-    def release(
-        self, receive: Receive, producers: PeerConnection, *, is_second: bool = False
-    ) -> None:
-        """Queue a notice, sent by `flush`, that a request's producers need not hold its blocks.
-
-        Sends nothing if this worker has neither the secret nor the fingerprint of the offer.
+    def release(self, receive: Receive, producers: PeerConnection | None = None) -> None:
+        """Tell a request's producers that they need not hold its blocks.
 
         Args:
             receive: The request.
-            producers: The connection with the producers' engine.
-            is_second: Whether an earlier notice of it could not be sent.
+            producers: The connection with the producers' engine; None to wait for one.
         """
-        request_id = receive.remote_request_id
-        for peer, num_notifiers in producers.releases:
-            entry: DoneEntry | GaveUpEntry
-            if receive.secret is not None:
-                entry = GaveUpEntry(request_id, num_notifiers, receive.secret)
-            elif receive.fingerprint is not None:
-                entry = DoneEntry.of(request_id, num_notifiers, receive.fingerprint)
-            else:
-                return
-            release = _Release(receive, entry, is_second)
-            self._outgoing.setdefault((producers, peer), []).append(release)
+        if producers is None or producers.unreached:
+            self._tasks.start(self._release(receive, is_second=False), _leave_release)
+        else:
+            self._queue(receive, producers, is_second=False)
 
-    def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> bool:
-        """Renew the leases of some requests at their producers.
+    def renew(self, source: RemoteEngineAddress, request_ids: Iterable[RequestId]) -> None:
+        """Renew the leases of some requests at an engine."""
+        self._tasks.start(self._renew(source, request_ids), _leave_renewal)
 
-        Returns:
-            Whether a notification was sent to each producer.
-        """
-        messages = encode_renewals(request_ids)
-        errors = [self._notify(producers, peer, messages) for peer, _ in producers.releases]
-        return not any(errors)
-
-    def flush(self) -> dict[PeerConnection, dict[RequestId, Receive]]:
-        """Send the queued releases: one notification to each producer, or a few long ones.
-
-        Returns:
-            Requests whose first release could not be sent, by the connection that is broken and
-            their ids there: once, however many of their producers could not be told.
-        """
+    def flush(self) -> None:
+        """Send the queued releases: one notification to each producer, or a few long ones."""
+        # Once for a request, however many of its producers could not be told.
         unsent: dict[PeerConnection, dict[RequestId, Receive]] = {}
         while self._outgoing:
             producers, peer = to = next(iter(self._outgoing))
@@ -111,7 +113,63 @@ class Notifier:
                 logger.exception(
                     "%s is not told: blocks are freed when their lease runs out", quote(peer)
                 )
-        return unsent
+        for producers, receives in unsent.items():
+            if not producers.lifetime.is_retired:
+                self._peers.break_off(producers, self._tasks.now_s)
+            for receive in receives.values():
+                self._tasks.start(self._release(receive, is_second=True), _leave_release)
+
+    async def _release(self, receive: Receive, *, is_second: bool) -> None:
+        """Queue a release once its producers can be told.
+
+        Raises:
+            LeaseError: One of them cannot be read from, over the next connection neither.
+        """
+        try:
+            producers = await self._reached(receive.source)
+        except LeaseError:
+            if is_second:
+                raise
+            await self._release(receive, is_second=True)
+        else:
+            self._queue(receive, producers, is_second=is_second)
+
+    def _queue(self, receive: Receive, producers: PeerConnection, *, is_second: bool) -> None:
+        """Queue a release, if this worker has the secret or the fingerprint of the offer."""
+        request_id = receive.remote_request_id
+        for peer, num_notifiers in producers.releases:
+            entry: DoneEntry | GaveUpEntry
+            if receive.secret is not None:
+                entry = GaveUpEntry(request_id, num_notifiers, receive.secret)
+            elif receive.fingerprint is not None:
+                entry = DoneEntry.of(request_id, num_notifiers, receive.fingerprint)
+            else:
+                return
+            release = _Release(receive, entry, is_second)
+            self._outgoing.setdefault((producers, peer), []).append(release)
+
+    async def _renew(self, source: RemoteEngineAddress, request_ids: Iterable[RequestId]) -> None:
+        """Send renewals to all producers once they can be told."""
+        producers = await self._reached(source)
+        messages = encode_renewals(request_ids)
+        errors = [self._notify(producers, peer, messages) for peer, _ in producers.releases]
+        if any(errors):
+            logger.info("The connection with engine %s is broken.", quote(source.engine_id))
+            self._peers.break_off(producers, self._tasks.now_s)
+
+    async def _reached(self, source: RemoteEngineAddress) -> PeerConnection:
+        """Wait until notifications to all producers of an engine leave when they are sent.
+
+        Raises:
+            LeaseError: One of them cannot be read from.
+        """
+        peer = self._peers.get_or_connect(source, self._tasks.now_s)
+        # A notification need not queue behind reads.
+        producers = peer.connection or await peer.turn(self._tasks)
+        if tables := producers.unreached:
+            self._peers.looking[producers] = None
+            await producers.leases.reach(self._tasks, tables)
+        return producers
 
     def _notify(
         self, producers: PeerConnection, peer: str, messages: Iterable[bytes]
@@ -126,3 +184,20 @@ class Notifier:
                 self._stats.record_failed_notification()
                 return error
         return None
+
+
+async def _leave_release(error: Exception | None) -> None:
+    """End a release: one that fails leaves the blocks to their lease."""
+    if error is not None:
+        log = (
+            logger.info
+            if isinstance(error, ReadError | LeaseError)
+            else partial(logger.error, exc_info=error)
+        )
+        log("Blocks are freed when their lease runs out: %s", one_line(error))
+
+
+async def _leave_renewal(error: Exception | None) -> None:
+    """End a renewal: the next one comes before the lease expires."""
+    if error is not None and not isinstance(error, ReadError | LeaseError):
+        logger.error("Leases are not renewed this time", exc_info=error)
