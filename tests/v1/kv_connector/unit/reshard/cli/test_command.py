@@ -109,13 +109,12 @@ def test_text_begins_with_the_verdict_and_names_ranks(kv_plan):
     assert "\x1b" not in out
 
 
-def test_ranks_that_are_only_notified_are_told_and_none_is_told_to_move(kv_plan):
-    """Whether weights would fit on fewer ranks is not known here."""
+def test_ranks_that_are_only_notified_are_told(kv_plan):
+    """All but one hold copies that nobody reads."""
     layouts = ("--prefill", "tp=4", "--decode", "tp=1")
     _, out, _ = kv_plan(*layouts, "--num-layers", "2", "--mla")
     assert "pp0tp3 only notified - pp0tp0" in rows(out)
-    assert "3 of 4 prefill ranks hold copies that nobody reads" in " ".join(out.split())
-    assert "--tensor-parallel-size" not in out
+    assert " ".join(out.split()).count("only notified") == 3
 
 
 def test_summary_has_totals_and_no_ranks(kv_plan):
@@ -148,8 +147,7 @@ def test_shares_of_tokens_are_planned_and_told(kv_plan):
     ]
     assert {each["num_bytes"] for each in document["reads"]} == {2 * 1024 * 576 * 2 // 4}
     _, out, _ = kv_plan(*layouts, "--decode-interleave-size", "1")
-    assert "1.125 KiB at a time" in " ".join(out.split())
-    assert "deal tokens out in whole blocks" in " ".join(out.split())
+    assert "1.125 KiB" in " ".join(out.split())
 
 
 def test_copies_of_prefill_context_parallelism_are_told(kv_plan):

@@ -13,7 +13,7 @@ engines         what is known of an engine
 verdict         served, left to stock vLLM's, or refused
 planning        two engines -> a plan, and what it costs each rank
 document        a plan as JSON
-text, advice    a plan as tables, and what would be better
+text            a plan as tables
 svg             a plan as a drawing
 """
 

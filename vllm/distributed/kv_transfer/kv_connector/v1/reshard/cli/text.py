@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.text import only_notified_by, ranges_text, ranks_text
-from .advice import advise, bytes_text
 from .engines import Answer
 from .planning import CacheRow, Part, Planned
 
@@ -21,27 +20,27 @@ _NOTE = (
 )
 
 
+def bytes_text(num_bytes: float) -> str:
+    """Return a size as readable text, such as 320 KiB."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
+
+
 def print_plan(answer: Answer, planned: Planned, console: Console, *, is_summary: bool) -> None:
-    """Print engines, totals, kinds of cache, reads, their cost for each rank, and warnings."""
-    prefill, decode = answer.engines
+    """Print engines, totals, kinds of cache, reads, and their cost for each rank."""
     _print_heading(answer, planned, console)
-    tables = [_caches(planned)]
+    printed: list[Table | Text] = [_caches(planned)]
     if not is_summary:
-        tables += [_reads(planned, has_shares=_shares(answer)), _ways(planned)]
-        tables += [_decode_ranks(answer, planned), _prefill_ranks(planned)]
-    for table in tables:
+        has_shares = any(each.layout.num_shares > 1 for each in answer.engines)
+        printed += [_reads(planned, has_shares=has_shares), _ways(planned)]
+        printed += [_decode_ranks(answer, planned), _prefill_ranks(planned), Text(_NOTE)]
+    for each in printed:
         console.print()
-        console.print(table)
-    if not is_summary:
-        console.print()
-        console.print(Text(_NOTE))
-    if warnings := [*advise(planned, prefill, decode)]:
-        console.print()
-        console.print(Text("Warnings", style="bold yellow"))
-        items = Table.grid(padding=(0, 1))
-        for warning in warnings:
-            items.add_row(Text("-"), Text(f"{warning}."))
-        console.print(items)
+        console.print(each)
 
 
 def _print_heading(answer: Answer, planned: Planned, console: Console) -> None:
@@ -61,10 +60,6 @@ def _print_heading(answer: Answer, planned: Planned, console: Console) -> None:
     for name, text in said.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
-
-
-def _shares(answer: Answer) -> bool:
-    return any(each.layout.num_shares > 1 for each in answer.engines)
 
 
 def _caches(planned: Planned) -> Table:
