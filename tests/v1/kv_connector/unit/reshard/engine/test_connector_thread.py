@@ -72,7 +72,7 @@ class TransferEngine:
         """Nothing is under way."""
         return False
 
-    def stood_still(self, for_s: float) -> None:
+    def extend_deadlines(self, for_s: float) -> None:
         """Note for how long."""
         self.stood_still_s.append(for_s)
 

@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.failed_reads import (
-    ReadBook,
-    ReadReports,
+    FailedLoads,
+    LoadReports,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerNews
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerReport
 
 pytestmark = pytest.mark.skipif(
     not FAILED_READS_ARE_NAMED, reason="the scheduler of this base is told of blocks, at once"
@@ -64,10 +64,10 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
     """
     num_workers, reads, ended = schedule["num_workers"], schedule["reads"], schedule["ended"]
     requests = {name for name, _ in reads}
-    workers = [ReadReports() for _ in range(num_workers)]
+    workers = [LoadReports() for _ in range(num_workers)]
     aggregator = KVOutputAggregator(num_workers)
     in_doubt = [0]
-    book, manager = ReadBook(in_doubt.append), Manager()
+    book, manager = FailedLoads(in_doubt.append), Manager()
     book.manager = manager if has_manager else None
     for name in requests:
         book.begin(SimpleNamespace(request_id=name, is_finished=lambda name=name: name in ended), 2)
@@ -89,11 +89,11 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
                 {name for name, (fails, _) in mine.items() if fails == now},
                 {name for name, (_, drained) in mine.items() if drained == now},
             )
-            news = worker.take_news()
+            news = worker.take_newly_failed()
             output = KVConnectorOutput(
                 finished_recving=received,
                 failed_recving=failed,
-                kv_connector_worker_meta=WorkerNews(news) if news else None,
+                kv_connector_worker_meta=WorkerReport(news) if news else None,
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=output))
         heard = aggregator.aggregate(outputs).kv_connector_output
@@ -123,7 +123,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
 def test_blocks_at_the_end_of_a_sequence_are_reused_first():
     """As vLLM gives them back."""
     in_doubt, freed = [], []
-    book = ReadBook(in_doubt.append)
+    book = FailedLoads(in_doubt.append)
     book.manager = SimpleNamespace(
         pop_blocks_for_free=lambda _: ["first", "second"],
         block_pool=SimpleNamespace(free_blocks=freed.extend),
@@ -141,5 +141,5 @@ def test_blocks_at_the_end_of_a_sequence_are_reused_first():
 
 def test_what_workers_say_in_one_step_comes_together():
     """Each is heard."""
-    both = WorkerNews({"a", "b"}).aggregate(WorkerNews({"b", "c"}))
-    assert both == WorkerNews({"a", "b", "c"})
+    both = WorkerReport({"a", "b"}).aggregate(WorkerReport({"b", "c"}))
+    assert both == WorkerReport({"a", "b", "c"})

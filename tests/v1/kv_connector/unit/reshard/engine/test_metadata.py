@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardHandshakeMetadata,
-    WorkerNews,
+    WorkerReport,
 )
 
 
@@ -22,8 +22,8 @@ def test_handshake_passes_between_processes():
 
 def test_news_pass_between_processes_and_add_up():
     """Workers hand them over by pickle, and two workers' are one's that owns what it holds."""
-    one = WorkerNews({"a"}, {"v": "full"})
+    one = WorkerReport({"a"}, {"v": "full"})
     told = pickle.loads(pickle.dumps(one))
-    both = told.aggregate(WorkerNews({"b"}, {"w": ""}))
-    assert both == WorkerNews({"a", "b"}, {"v": "full", "w": ""})
-    assert told == one and one and not WorkerNews()
+    both = told.aggregate(WorkerReport({"b"}, {"w": ""}))
+    assert both == WorkerReport({"a", "b"}, {"v": "full", "w": ""})
+    assert told == one and one and not WorkerReport()

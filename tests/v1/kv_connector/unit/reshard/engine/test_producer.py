@@ -202,7 +202,7 @@ def test_lease_lasts_as_much_longer_as_nobody_could_be_heard():
     """Its readers may have renewed it, or could not: nobody knows."""
     producer = Producer()
     producer.offer("a")
-    producer.side.stood_still(2 * LEASE_S)
+    producer.side.extend_deadlines(2 * LEASE_S)
     assert producer.side.collect_released(3 * LEASE_S - 1) == set()
     assert producer.side.collect_released(3 * LEASE_S) == {"a"}
 

@@ -37,7 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Sp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, LegEnd
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
@@ -123,9 +123,9 @@ class Side:
         at = torch.arange(tokens.start, tokens.stop)
         return self.table[at // self.kernel_tokens] * self.kernel_tokens + at % self.kernel_tokens
 
-    def span(self, start_token: int) -> BlockSpan:
+    def span(self, start_token: int) -> BlockRun:
         """The backend's blocks that hold the sequence from a token on, which begins one."""
-        return BlockSpan(self.table[start_token // self.kernel_tokens :].numpy(), start_token)
+        return BlockRun(self.table[start_token // self.kernel_tokens :].numpy(), start_token)
 
 
 class Rank:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, Selection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan, overlap
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun, overlap
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
     StagingPolicy,
 )
@@ -122,9 +122,9 @@ def transfer(legs, src: Memory, dst: Memory, src_blocks, dst_blocks) -> int:
     return copied
 
 
-def span(block_ids, start_token: int = 0) -> BlockSpan:
+def span(block_ids, start_token: int = 0) -> BlockRun:
     """Blocks of a request."""
-    return BlockSpan(np.asarray(block_ids, dtype=np.int64), start_token)
+    return BlockRun(np.asarray(block_ids, dtype=np.int64), start_token)
 
 
 def read(num_heads: int, src_unit_offset: int = 0, dst_unit_offset: int = 0) -> Read:

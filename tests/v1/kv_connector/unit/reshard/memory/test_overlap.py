@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import overlap as overlap_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import (
-    BlockSpan,
+    BlockRun,
     Overlap,
     overlap,
 )
 
 
 @st.composite
-def spans(draw) -> tuple[BlockSpan, int]:
+def spans(draw) -> tuple[BlockRun, int]:
     """Blocks of a request at one end, in any order in memory, and the size of each."""
     block_tokens = draw(st.sampled_from([1, 2, 3, 4, 6]))
     block_ids = draw(st.lists(st.integers(0, 40), max_size=8, unique=True))
     start_token = block_tokens * draw(st.integers(0, 4))
-    return BlockSpan(np.asarray(block_ids, dtype=np.int64), start_token), block_tokens
+    return BlockRun(np.asarray(block_ids, dtype=np.int64), start_token), block_tokens
 
 
-def tokens_of(span: BlockSpan, block_tokens: int) -> dict[int, int]:
+def tokens_of(span: BlockRun, block_tokens: int) -> dict[int, int]:
     """The block of each token."""
     return {
         span.start_token + position * block_tokens + token: int(block)
@@ -87,7 +87,7 @@ def test_parts_of_an_overlap_are_all_of_it(src, dst, blocks_at_once):
 
 def test_runs_are_counted_once(monkeypatch):
     """However many ranks have the same blocks."""
-    span = BlockSpan(np.arange(4), 0)
+    span = BlockRun(np.arange(4), 0)
     common = overlap(span, span, 4, 4)
     monkeypatch.setattr(overlap_module, "_steps", steps := Mock(wraps=overlap_module._steps))
     assert [common.num_src_runs for _ in range(3)] == [1, 1, 1]

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
@@ -131,11 +131,11 @@ def dealt(share: TokenShare) -> list[int]:
     return hands[share.index]
 
 
-def spans(rank: Rank, num_layers: int) -> list[BlockSpan]:
+def spans(rank: Rank, num_layers: int) -> list[BlockRun]:
     """The blocks of the sequence in every group."""
-    nothing = BlockSpan(np.empty(0, np.int64), 0)
+    nothing = BlockRun(np.empty(0, np.int64), 0)
     return [
-        BlockSpan(rank.blocks(layer), 0, rank.shard.holdings[layer].tokens)
+        BlockRun(rank.blocks(layer), 0, rank.shard.holdings[layer].tokens)
         if layer in rank.shard.holdings
         else nothing
         for layer in range(num_layers)

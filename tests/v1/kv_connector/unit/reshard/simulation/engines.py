@@ -489,7 +489,7 @@ class Engine:
     def stand_still(self, for_s: float) -> None:
         """Its workers have not come round for so long, and see that."""
         for worker in self.workers:
-            worker.transfer_engine.stood_still(for_s)
+            worker.transfer_engine.extend_deadlines(for_s)
 
     def die(self) -> None:
         """End all processes at once."""

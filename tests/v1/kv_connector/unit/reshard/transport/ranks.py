@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 
 NUM_BLOCKS = 8
@@ -86,7 +86,7 @@ class Rank:
         device_id = max(self.tensor.get_device(), 0)
         agent.register([(self.tensor.data_ptr(), self.tensor.nbytes, device_id)])
 
-    def fill(self, sequence: np.ndarray, blocks: list[BlockSpan]) -> None:
+    def fill(self, sequence: np.ndarray, blocks: list[BlockRun]) -> None:
         """Write the whole model's KV of a sequence, as far as this rank holds it."""
         self.tensor.copy_(torch.from_numpy(self.expected(sequence, blocks)))
         if self.tensor.is_cuda:
@@ -96,7 +96,7 @@ class Rank:
         """All bytes of the cache, in its own order of axes."""
         return self.tensor.cpu().numpy()
 
-    def expected(self, sequence: np.ndarray, blocks: list[BlockSpan]) -> np.ndarray:
+    def expected(self, sequence: np.ndarray, blocks: list[BlockRun]) -> np.ndarray:
         """What the cache holds after it has received a sequence, and nothing else."""
         filled = np.full(self.tensor.shape, 255, np.uint8)
         by_head = filled.swapaxes(3, 4) if self.form.token_major else filled
@@ -104,7 +104,7 @@ class Rank:
             by_head[position, plane, block] = sequence[layer, plane, heads, tokens]
         return filled
 
-    def _cells(self, blocks: list[BlockSpan]) -> Iterator[tuple]:
+    def _cells(self, blocks: list[BlockRun]) -> Iterator[tuple]:
         for position, (layer, holding) in enumerate(self.shard.holdings.items()):
             units = holding.units
             span = blocks[self.cache.layers[layer].group]
@@ -153,7 +153,7 @@ def sequence_of(num_heads: int, planes: int) -> np.ndarray:
     return np.tile(names, SLOT_BYTES // len(shape))
 
 
-def blocks_of(form: Format, *, seed: int) -> list[BlockSpan]:
+def blocks_of(form: Format, *, seed: int) -> list[BlockRun]:
     """Blocks of the sequence in each group: shuffled; in group 1 those of a window at its end."""
     random = np.random.default_rng(seed)
     count = min(NUM_TOKENS // form.block_tokens, NUM_BLOCKS)
@@ -161,5 +161,5 @@ def blocks_of(form: Format, *, seed: int) -> list[BlockSpan]:
     for group in range(form.groups):
         block_ids = random.permutation(NUM_BLOCKS)[:count]
         skipped = count // 2 if group else 0
-        spans.append(BlockSpan(block_ids[skipped:], skipped * form.block_tokens))
+        spans.append(BlockRun(block_ids[skipped:], skipped * form.block_tokens))
     return spans

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.v1.kv_connector.unit.reshard.transport.ranks import Format, Rank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
@@ -46,7 +46,7 @@ class SourceProcess:
         shard: Shard,
         form: Format,
         sequence: np.ndarray,
-        blocks: list[BlockSpan],
+        blocks: list[BlockRun],
         backend: str = "UCX",
     ) -> Source:
         """Let it hold a rank with the KV of a sequence, instead of what it held before."""

@@ -32,7 +32,7 @@ from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
@@ -60,7 +60,7 @@ DEADLINE_S = 120.0
 MAX_SOURCES = 8
 
 Agent = NixlAgent | MemoryAgent
-Hold = Callable[[Sequence[Shard], Format, np.ndarray, list[BlockSpan]], "Sources"]
+Hold = Callable[[Sequence[Shard], Format, np.ndarray, list[BlockRun]], "Sources"]
 
 NHD = dict(token_major=True)
 MLA = dict(planes=1)
@@ -262,7 +262,7 @@ def run_reads(
     rank: Rank,
     area: StagingArea | None,
     sources: Sources,
-    blocks: tuple[list[BlockSpan], list[BlockSpan]],
+    blocks: tuple[list[BlockRun], list[BlockRun]],
 ) -> None:
     """Make all reads of a rank, and give everything back."""
     agent = rank.agent

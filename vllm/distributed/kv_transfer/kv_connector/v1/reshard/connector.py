@@ -41,8 +41,8 @@ from .engine.compat import (
     transfer_results,
 )
 from .engine.content import counted_items
-from .engine.failed_reads import ReadReports
-from .engine.metadata import ReshardConnectorMetadata, WorkerNews
+from .engine.failed_reads import LoadReports
+from .engine.metadata import ReshardConnectorMetadata, WorkerReport
 from .engine.pcp_replica import PcpReplicaWorker, is_pcp_replica, refuse_pcp_consumers
 from .engine.scheduling.scheduler import ReshardScheduler
 from .engine.settings import OWN_OPTIONS, Settings, read_settings
@@ -144,7 +144,7 @@ class NixlConnector(UpstreamConnector):
                 self.connector_worker = PcpReplicaWorker()
             else:
                 self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
-            self._reports = ReadReports()
+            self._reports = LoadReports()
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Give the scheduler access to the blocks of requests whose reads failed."""
@@ -223,9 +223,11 @@ class NixlConnector(UpstreamConnector):
             return set()
         return set().union(*self._worker.take_failed().values())
 
-    def build_connector_worker_meta(self) -> WorkerNews | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return reports for the scheduler that vLLM would not pass on at once."""
-        return WorkerNews(self._reports.take_news(), self._worker.take_shortages()) or None
+        return (
+            WorkerReport(self._reports.take_newly_failed(), self._worker.take_shortages()) or None
+        )
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """Return outputs for the clients of requests that were received with a first token."""

@@ -66,7 +66,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import R
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
@@ -564,7 +564,7 @@ def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, re
     plan = plan_reshard(*said, replica_offset=replica_offset)
     assert verify_plan(*said, plan) == []
     sources = {shard.rank: (cache, pages) for shard, cache, pages in src}
-    blocks = BlockSpan(np.array([3]), 0), BlockSpan(np.array([1]), 0)
+    blocks = BlockRun(np.array([3]), 0), BlockRun(np.array([1]), 0)
     for shard, cache, pages in dst:
         found = np.zeros_like(pages)
         for planned in plan.reads_of(shard.rank):

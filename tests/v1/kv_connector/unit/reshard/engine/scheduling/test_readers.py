@@ -9,8 +9,8 @@ from tests.v1.kv_connector.unit.reshard.containers import largest
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import request
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.readers import (
     MAX_REMEMBERED,
-    Readers,
-    is_made_up,
+    OfferClaims,
+    is_placeholder,
 )
 
 REMOTE, OTHER = ("prefill", "p-a"), ("prefill", "p-b")
@@ -24,12 +24,12 @@ def test_made_up_requests_are_told_from_others(num_tokens, at_once, expected):
     """From a client's of the same prompt, and from one that vLLM ends at once with its own."""
     asked = request({}, num_tokens)
     asked.abort_immediately = at_once
-    assert is_made_up(asked) is expected
+    assert is_placeholder(asked) is expected
 
 
 def test_one_request_reads_at_a_time():
     """Another one may when it has ended; the end of one that did not read changes nothing."""
-    readers = Readers()
+    readers = OfferClaims()
     assert readers.claim(REMOTE, "d-a") and readers.claim(OTHER, "d-b")
     assert not readers.claim(REMOTE, "d-b")
     readers.finish(REMOTE, "d-b")
@@ -40,7 +40,7 @@ def test_one_request_reads_at_a_time():
 
 def test_what_nobody_has_read_may_be_given_up():
     """And nothing else, as long as vLLM may be cleaning up after its reader."""
-    readers = Readers()
+    readers = OfferClaims()
     assert readers.may_give_up(REMOTE)
     readers.claim(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE) and readers.may_give_up(OTHER)
@@ -50,7 +50,7 @@ def test_what_nobody_has_read_may_be_given_up():
 
 def test_holder_of_what_is_given_up_is_notified_once():
     """Of all that share a request id; of one remote request once."""
-    readers, made_up = Readers(), [request({}, 1) for _ in range(3)]
+    readers, made_up = OfferClaims(), [request({}, 1) for _ in range(3)]
     for remote, each in zip((REMOTE, REMOTE, OTHER), made_up, strict=True):
         readers.give_up(remote, each)
     assert readers.take_given_up() == made_up[1:]
@@ -59,7 +59,7 @@ def test_holder_of_what_is_given_up_is_notified_once():
 
 def test_readers_that_have_ended_are_not_remembered_for_ever():
     """The oldest are forgotten first; one that has read again is not the oldest."""
-    readers = Readers()
+    readers = OfferClaims()
     for remote in (REMOTE, OTHER, REMOTE, *(("prefill", str(n)) for n in range(MAX_REMEMBERED))):
         readers.claim(remote, "d-a")
         readers.finish(remote, "d-a")

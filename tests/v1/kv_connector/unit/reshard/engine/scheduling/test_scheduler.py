@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardHandshakeMetadata,
-    WorkerNews,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import (
     scheduler as scheduler_module,
@@ -570,7 +570,7 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     owner.on_new_request(first)
     assert owner.get_num_new_matched_tokens(first, 0)[0]
     assert not allocate(owner, first, [1, 2, 3]).fault
-    report(kv_connector_worker_meta=WorkerNews({"d-a"}))
+    report(kv_connector_worker_meta=WorkerReport({"d-a"}))
     report(finished_recving={"d-a"})
     assert owner.has_pending_push_work()
     owner.request_finished(first, ([],))
@@ -589,7 +589,7 @@ def test_side_channel_hears_of_workers_that_lack_descriptors():
     owner._server = server = SimpleNamespace(shortage="")
     seen = []
     for shortages in ({"a": "81"}, {"b": "82"}, {"a": ""}, {}, {"b": ""}):
-        news = WorkerNews(shortages=shortages)
+        news = WorkerReport(shortages=shortages)
         owner.update_connector_output(
             SimpleNamespace(
                 kv_connector_worker_meta=news, finished_sending=None, finished_recving=None

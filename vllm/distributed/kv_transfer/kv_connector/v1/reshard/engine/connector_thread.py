@@ -260,4 +260,4 @@ class ConnectorThread:
                 "what it reads may be lost.",
                 late_s,
             )
-            self._transfer_engine.stood_still(late_s)
+            self._transfer_engine.extend_deadlines(late_s)

@@ -18,7 +18,7 @@ vLLM counts each round over all workers. A worker that had already finished when
 thereby made its first report, and makes its second when it is notified.
 
 On 0.22.1 failed reads are reported by their blocks, and not held back: every request takes one
-round there, and `ReadBook` passes it on.
+round there, and `FailedLoads` passes it on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Read(Enum):
     TOLD = auto()
 
 
-class ReadReports:
+class LoadReports:
     """A worker's reports of the requests that it reads. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class ReadReports:
             (self._once_more if request_id in received else received).add(request_id)
         return received, told
 
-    def take_news(self) -> set[RequestId]:
+    def take_newly_failed(self) -> set[RequestId]:
         """Return the requests whose reads have failed here since the last call."""
         news, self._news = self._news, set()
         return news
@@ -142,7 +142,7 @@ class _Entry:
     blocks: list[KVCacheBlock] | None = None
 
 
-class ReadBook:
+class FailedLoads:
     """The requests that workers read, and the blocks in doubt. Belongs to the scheduler's thread.
 
     An ended request keeps its blocks, as an aborted one does, until it is reported to vLLM as

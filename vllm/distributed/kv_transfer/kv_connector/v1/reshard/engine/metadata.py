@@ -98,7 +98,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
 @final
 @dataclass
-class WorkerNews(KVConnectorWorkerMetadata):
+class WorkerReport(KVConnectorWorkerMetadata):
     """What workers report to their scheduler in one step, as soon as they know it.
 
     Attributes:
@@ -113,10 +113,10 @@ class WorkerNews(KVConnectorWorkerMetadata):
     def __bool__(self) -> bool:
         return bool(self.failed or self.shortages)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Return two workers' reports in one."""
-        assert isinstance(other, WorkerNews)
-        return WorkerNews(self.failed | other.failed, self.shortages | other.shortages)
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.failed | other.failed, self.shortages | other.shortages)
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Report:
         failed: Requests that could not be read, each with its blocks, which may still be written
             until the request is in `received`.
         shortages: Whether the worker can serve further engines, if that has changed: see
-            `WorkerNews`.
+            `WorkerReport`.
         stats: Metrics; None without any.
     """
 

@@ -137,7 +137,7 @@ class ProducerSide:
         if announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
-    def stood_still(self, for_s: float) -> None:
+    def extend_deadlines(self, for_s: float) -> None:
         """Extend all leases by seconds during which no notification could be received."""
         self._ledger.extend(for_s)
 

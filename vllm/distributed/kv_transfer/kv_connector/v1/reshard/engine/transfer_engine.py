@@ -167,9 +167,9 @@ class TransferEngine:
         self._is_asked, self._report = False, Report()
         return report
 
-    def stood_still(self, for_s: float) -> None:
+    def extend_deadlines(self, for_s: float) -> None:
         """Extend deadlines by seconds for which a poll was delayed."""
-        self.producer.stood_still(for_s)
+        self.producer.extend_deadlines(for_s)
 
     def tell_producers(self, now_s: float) -> None:
         """Send the queued notifications, and close drained connections and lanes.

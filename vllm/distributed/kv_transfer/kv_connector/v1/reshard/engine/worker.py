@@ -246,7 +246,7 @@ class ReshardWorker:
         return failed
 
     def take_shortages(self) -> dict[str, str]:
-        """Return what has changed of `WorkerNews.shortages` since the last call."""
+        """Return what has changed of `WorkerReport.shortages` since the last call."""
         shortages, self._report.shortages = self._report.shortages, {}
         return shortages
 

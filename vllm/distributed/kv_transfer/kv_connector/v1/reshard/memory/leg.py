@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..plan.reshard import Read
 from .cache import Plane
-from .overlap import BlockSpan, Overlap, tokens_of_chunk
+from .overlap import BlockRun, Overlap, tokens_of_chunk
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
 """Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
@@ -242,7 +242,7 @@ class Leg:
     def _descriptors_at(
         self,
         end: LegEnd,
-        span: BlockSpan,
+        span: BlockRun,
         block_ids: npt.NDArray[np.int64],
         common: Overlap,
         head_runs: npt.NDArray[np.int64],

@@ -26,7 +26,7 @@ from ..plan.shards import ALL_TOKENS, TokenShare
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSpan:
+class BlockRun:
     """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
 
     Attributes:
@@ -78,8 +78,8 @@ class Overlap:
         merged: Numbers of merged descriptors that legs have counted, by `Leg.shape`.
     """
 
-    src: BlockSpan
-    dst: BlockSpan
+    src: BlockRun
+    dst: BlockRun
     chunk_starts: npt.NDArray[np.int64]
     src_block_ids: npt.NDArray[np.int64]
     dst_block_ids: npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ class Overlap:
 
 
 def overlap(
-    src: BlockSpan, dst: BlockSpan, src_block_tokens: int, dst_block_tokens: int
+    src: BlockRun, dst: BlockRun, src_block_tokens: int, dst_block_tokens: int
 ) -> Overlap | None:
     """Return the overlap of two ends; None if they have no token in common.
 
@@ -167,7 +167,7 @@ def tokens_of_chunk(
 
 
 def _blocks_of(
-    span: BlockSpan,
+    span: BlockRun,
     block_tokens: int,
     chunk_starts: npt.NDArray[np.int64],
     chunk_tokens: int,

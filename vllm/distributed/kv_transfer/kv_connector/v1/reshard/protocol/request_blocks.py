@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..errors import RemoteLayoutError
 from ..memory.leg import Leg, LegEnd, Selection
-from ..memory.overlap import BlockSpan, Overlap, overlap
+from ..memory.overlap import BlockRun, Overlap, overlap
 from ..plan.shards import TokenShare
 from .messages import Receive
 from .quoting import quote
@@ -130,9 +130,9 @@ def check_windows(leg: Leg, dst_window_groups: Set[int]) -> None:
 
 def _check(
     receive: Receive,
-    span: BlockSpan,
+    span: BlockRun,
     end: LegEnd,
-    dst: BlockSpan,
+    dst: BlockRun,
     dst_end: LegEnd,
     local_tokens: int,
 ) -> None:
@@ -174,7 +174,7 @@ def _check(
         )
 
 
-def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenShare) -> BlockSpan:
+def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenShare) -> BlockRun:
     """Return the span of a request's last blocks, the last of which holds its last token.
 
     Args:
@@ -184,7 +184,7 @@ def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenSh
         share: Share of the tokens held there. Ranks that share tokens have the same block ids.
     """
     num_ids = -(-num_tokens // (end.tokens_per_id * share.num_shares))
-    return BlockSpan(
+    return BlockRun(
         _expand(block_ids, end.blocks_per_id),
         (num_ids - len(block_ids)) * end.tokens_per_id,
         share,

@@ -253,7 +253,7 @@ class ConsumerSide:
         # Before deadlines: the line of a request that was not offered in time says so.
         self._tasks.run(now_s)
         while (due_at_s := self._next_deadline_s) is not None and due_at_s <= now_s:
-            self._run_out_of_time(self._requests[self._deadlines[0][1]], now_s)
+            self._time_out(self._requests[self._deadlines[0][1]], now_s)
             self._deadlines.popleft()
         self._tasks.run(now_s)
         self._doubt.contain(now_s)
@@ -304,7 +304,7 @@ class ConsumerSide:
         try:
             tables = await self._read_parts(request)
         except PartError as error:
-            await self._wait_again(request, error)
+            await self._requeue(request, error)
             tables = await self._read_parts(request)
         self._count(request)
         request.enter(ReadState.CHECKING, self._now_s)
@@ -388,7 +388,7 @@ class ConsumerSide:
         read_from = {leg.remote.peer for leg in legs}
         return [table for name, table in connection.lease_tables.items() if name in read_from]
 
-    async def _wait_again(self, request: IncomingRequest, error: PartError) -> None:
+    async def _requeue(self, request: IncomingRequest, error: PartError) -> None:
         """Have a request wait for the next connection, if nothing of it has arrived or may arrive.
 
         Its connection may have died while it was idle, or its engine is back at its address. The
@@ -621,7 +621,7 @@ class ConsumerSide:
             self._deadlines.popleft()
         return None
 
-    def _run_out_of_time(self, request: IncomingRequest, now_s: float) -> None:
+    def _time_out(self, request: IncomingRequest, now_s: float) -> None:
         """Fail a request past its deadline, and name what it waited for."""
         source = request.receive.source
         where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"

@@ -28,7 +28,7 @@ MAX_REMEMBERED = 1 << 12
 Each has two names."""
 
 
-def is_made_up(request: Request) -> bool:
+def is_placeholder(request: Request) -> bool:
     """Return whether vLLM made up this request for one that its API server has not seen through.
 
     A request that vLLM refuses while paused is aborted at once, too, but has its own prompt.
@@ -36,7 +36,7 @@ def is_made_up(request: Request) -> bool:
     return bool(request.abort_immediately) and request.prompt_token_ids == [0]
 
 
-class Readers:
+class OfferClaims:
     """Which request reads which remote request. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:

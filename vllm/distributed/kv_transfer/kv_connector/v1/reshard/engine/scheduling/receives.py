@@ -23,7 +23,7 @@ from ...protocol.quoting import quote
 from ...protocol.subscriptions import Computed
 from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
-from .readers import is_made_up
+from .readers import is_placeholder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -92,7 +92,7 @@ def receive_of(
     remote_tokens = source.remote_num_tokens or num_prefilled
     # If nothing is read and the prompt is shorter than what is held, that is another prompt's, and
     # is left to its lease. A made-up request has no prompt, and shows the secret instead.
-    made_up = is_made_up(request)
+    made_up = is_placeholder(request)
     is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
     blocks = source.remote_block_ids
     return Receive(

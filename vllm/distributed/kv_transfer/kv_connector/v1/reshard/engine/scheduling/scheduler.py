@@ -55,8 +55,8 @@ from ..compat import (
     tokens_in_flight,
 )
 from ..content import prompt_digest
-from ..failed_reads import ReadBook
-from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
+from ..failed_reads import FailedLoads
+from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerReport
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
 from ..weights import Adapters
@@ -65,7 +65,7 @@ from .first_tokens import open_first_tokens
 from .offers import OfferBook, host_for_workers
 from .parking import Parked, Parking
 from .prompts import Prompts
-from .readers import Readers, is_made_up
+from .readers import OfferClaims, is_placeholder
 from .receives import (
     address_of,
     fingerprint_of,
@@ -145,13 +145,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
         self._parking = Parking(self._subscriber, num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
-        self._readers = Readers()
+        self._readers = OfferClaims()
         self._stats = ReshardStats()
         raise_file_limit()
         self._shortages: dict[str, str] = {}
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
-        self._reads = ReadBook(self._stats.record_blocks_in_doubt)
+        self._reads = FailedLoads(self._stats.record_blocks_in_doubt)
         self.first_tokens = open_first_tokens(
             vllm_config,
             settings,
@@ -272,7 +272,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             time.monotonic(),
             num_blocks,
             resume,
-            None if is_made_up(request) else prompt_digest(request),
+            None if is_placeholder(request) else prompt_digest(request),
         )
         self._parking.park(parked)
 
@@ -298,7 +298,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             # If vLLM cannot hold it back, it waits in vLLM's scheduler.
             if request.request_id not in self._parking:
                 self._park(request, early, None)
-            if is_made_up(request):
+            if is_placeholder(request):
                 request.kv_transfer_params = None
                 return
             # Until `_enter` fills in others.
@@ -319,7 +319,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
             )
         self._count_request(has_params=is_disaggregated(params))
-        if params and request.request_id in self._reads and not is_made_up(request):
+        if params and request.request_id in self._reads and not is_placeholder(request):
             # Even with malformed parameters: this id stands for blocks that are still written into.
             params = without_source(params)
         self._take_params(request, params)
@@ -328,7 +328,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Begin with a request, once its parameters are known."""
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
-            if is_made_up(request):
+            if is_placeholder(request):
                 is_free = self._readers.may_give_up(remote)
             else:
                 is_free = self._readers.claim(remote, request.request_id)
@@ -492,7 +492,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
         self._prompts.end_step()
-        if isinstance(told, WorkerNews):
+        if isinstance(told, WorkerReport):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
                 self._parking.leave(request_id)
@@ -577,22 +577,26 @@ class ReshardScheduler(NixlConnectorScheduler):
         if remote is not None:
             self._readers.finish(remote, request.request_id)
         num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
-        went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
-        began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
-        is_nobodys = went_on or began_anew or self._prompts.is_given_up(request.request_id)
+        state_is_past_answer = bool(self._state_groups) and request.num_computed_tokens > num_tokens
+        was_restarted = (
+            OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
+        )
+        must_not_offer = (
+            state_is_past_answer or was_restarted or self._prompts.is_given_up(request.request_id)
+        )
         block_ids = (
             tuple([] for _ in block_ids)
-            if is_nobodys
+            if must_not_offer
             else self._counts.blocks_of(num_tokens, block_ids)
         )
         delay_free, params = super().request_finished(request, block_ids)
         if (
             remote is not None
-            and is_made_up(request)
+            and is_placeholder(request)
             and self._reqs_need_recv.pop(request.request_id, None) is not None
         ):
             self._readers.give_up(remote, request)
-        if is_nobodys and params is not None:
+        if must_not_offer and params is not None:
             self._reqs_not_processed.add(request.request_id)
             params = None
         if delay_free:
