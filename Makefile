@@ -84,8 +84,10 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff format .
 
 PYTEST := $(BIN)/python -m pytest
-# Engines take all cores by themselves; what starts none is shared out, file by file.
+# What starts no engine is shared out file by file; of engines, those that share none. They wait for
+# deadlines half of their time.
 PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
+PYTEST_ENGINES := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadgroup
 # The lanes: tests/lanes.py.
 DECIDES := not nightly and not release
 
@@ -114,7 +116,7 @@ ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change, with real engines; on another base, those of the base
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
 	test $$shared -eq 0 -o $$shared -eq 5 || exit $$shared; \
-	$(PYTEST) -m "e2e and $(DECIDES)" $(PYTEST_ARGS) || \
+	$(PYTEST_ENGINES) -m "e2e and $(DECIDES)" $(PYTEST_ARGS) || \
 	  { engines=$$?; test $$engines -eq 5 -a $$shared -eq 0 || exit $$engines; }
 else
 test: setup

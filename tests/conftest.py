@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -46,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [each for each in items if ("part", wanted) not in each.user_properties]
     config.hook.pytest_deselected(items=others)
     items[:] = [each for each in items if ("part", wanted) in each.user_properties]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.ByEngines | None:
+    """Share tests with engines out as `lanes` says; others are shared out by xdist."""
+    return lanes.ByEngines(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

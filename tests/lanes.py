@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[1]
 RESHARD = "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
@@ -100,6 +101,9 @@ PARTS = {
 }
 """The nightly lane, in the order in which it runs."""
 
+APART = ("tests/faults/test_hosts.py", "tests/plugin")
+"""Tests of the first lane with engines of their own; all others share the stage."""
+
 DECIDING = frozenset(
     f"tests/{path}"
     for path in (
@@ -145,6 +149,17 @@ def sort(items: Sequence[Any]) -> None:
         if part is not None:
             item.add_marker(pytest.mark.nightly)
             item.user_properties.append(("part", part))
+
+
+class ByEngines(LoadScopeScheduling):  # type: ignore[misc]
+    """Has tests that share engines run in one process, one after the other.
+
+    Those of `APART` by module, and all others together. xdist's own groups need a pytest before 9.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if any(_is_below(path, each) for each in APART) else "stage"
 
 
 def _is_below(path: str, root: str) -> bool:

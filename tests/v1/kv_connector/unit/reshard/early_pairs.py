@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from tests.bases import RELEASE
 from tests.v1.kv_connector.unit.reshard.engine.workers import fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
 
@@ -199,7 +200,9 @@ def wait_until_known(p: Whole, d: Whole, clock: Clock, *, has_blocks: bool) -> N
 
 
 def cut_prompts(p: Whole) -> None:
-    """Have the prefill engine compute a block in each step."""
+    """Have the prefill engine compute a block in each step, and tell of it."""
+    if RELEASE == "0.22.1":
+        pytest.skip("the scheduler of this base does not say which blocks a request has")
     p.serving.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
 
 
