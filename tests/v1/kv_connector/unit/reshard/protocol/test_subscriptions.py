@@ -97,6 +97,22 @@ def test_who_leaves_gives_up_one_attempt():
     assert publisher.given_up == {"r1"} and publisher.claimed == {"r1", "r2"} - publisher.given_up
 
 
+def test_who_leaves_before_it_has_asked_gives_up_no_later_attempt():
+    """As where there was no connection yet; a request that was refused has no digest, and waits."""
+    publisher = Publisher()
+    publisher.ask(b"d", Leave("a", "x", 1), 0.0)
+    publisher.ask(b"d", Leave("b", "y"), 0.0)
+    publisher.add("r1", "x", 1)
+    publisher.add("r2", "y", 2)
+    publisher.ask(b"d", Ask("c", "x", 1), 0.0)
+    assert told(publisher) == [
+        Gone("a", "it is not known there"),
+        Gone("b", "nobody reads it"),
+        Known("c"),
+    ]
+    assert publisher.given_up == {"r2"}
+
+
 def test_offer_that_is_left_is_told_of_once_more():
     """With what gives it up."""
     publisher = Publisher()

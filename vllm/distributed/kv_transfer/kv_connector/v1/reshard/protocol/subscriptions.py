@@ -72,6 +72,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """Says that a request will not be read, whether it was asked for before or not.
 
+    Without a digest it waits for the request, as an API server that refuses one may be first.
+
     Attributes:
         asker: Number of the question, or a new one.
         name: The request's name; empty if the engines have none in common.
@@ -346,13 +348,12 @@ class Publisher:
         subscriber = _Subscriber(connection, question.name, question.content, leaves, now_s)
         self._subscribers[asker] = subscriber
         prompt = self._prompts.get(before.request_id or "") if before is not None else None
-        is_known = before is not None and leaves
-        if prompt is None and not is_known:
+        if prompt is None and not (leaves and before is not None):
             prompt = self._find(question)
         if prompt is not None:
             self._match(asker, prompt)
-        elif is_known:
-            # Another request of its name is not this one.
+        elif leaves and question.content is not None:
+            # It was asked for, or would have been: another request of its name is the next attempt.
             self._forget(asker)
             self._push(connection, Gone(asker, "it is not known there"))
         else:
