@@ -175,6 +175,17 @@ def test_who_leaves_is_answered(serve, ask):
     assert isinstance(heard[1], Gone) and server.publisher.given_up == {"r"}
 
 
+def test_next_attempt_is_not_left_with_the_one_before(serve, ask):
+    """Of a client that left, and asked again, before there was a connection."""
+    server, (client, heard) = serve(), ask()
+    server.tell(lambda publisher: publisher.add("r", "x", 7))
+    server.tell(lambda publisher: publisher.offer("r", {}, 0))
+    client.ask(place(server), Leave("before", "x", 7))
+    asker = put(client, place(server), "x", 7)
+    until(lambda: len(heard) == 2)
+    assert {each.asker: type(each) for each in heard} == {asker: Offered, "before": Gone}
+
+
 def test_thread_that_does_not_start_costs_one_request(serve, ask, monkeypatch):
     """It is told so, and the next one is asked for."""
     server, (client, heard) = serve(), ask()

@@ -56,6 +56,7 @@ from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
 from ..protocol.subscriptions import (
     SUBSCRIBE,
+    Leave,
     Publisher,
     decode_questions,
     encode_hello,
@@ -414,7 +415,8 @@ class HandshakeServer:
         """Return the frames to answer a message with; None if there is no answer, or not yet."""
         *envelope, frame = message
         if envelope == [b""] and (questions := decode_questions(frame)) is not None:
-            for question in questions:
+            # Whoever left before there was a connection leaves requests to those who ask since.
+            for question in sorted(questions, key=lambda each: isinstance(each, Leave)):
                 self.publisher.ask(sender, question, time.monotonic())
             self._has_news.set()
             return None
