@@ -72,6 +72,7 @@ def spec(
         env={"UCX_TLS": TRANSPORTS, **(env or {})},
         extra_args=("--num-gpu-blocks-override", "64", *args),
         max_model_len=1024,
+        grace_s=SLACK_S,
     )
 
 
