@@ -12,7 +12,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.containers import largest, sizes
-from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection, read_of
+from tests.v1.kv_connector.unit.reshard.engine.connections import (
+    Producers,
+    RecordingConnection,
+    read_of,
+)
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
@@ -25,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 
 NUM_REQUESTS = 1_000
 
@@ -76,17 +81,22 @@ def test_producer_forgets_what_it_held():
 
 def test_notifier_forgets_what_it_has_told():
     """Also those that cannot be told."""
-    stats = ReshardStats()
-    notifier = Notifier("d0", stats)
+    stats, tasks, engines = ReshardStats(), Tasks(), Producers()
+    notifier = Notifier("d0", stats, engines, tasks)
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        producers = RecordingConnection("p0", releases=peers)
-        notifier.release(read_of(str(number)), producers)
-        notifier.renew([str(number)], producers)
+        connections = [RecordingConnection("p0", releases=peers) for _ in range(3)]
+        notifier._peers = Producers(*connections)
+        notifier.release(read_of(str(number)), connections[0])
+        notifier.renew(read_of(str(number)).source, [str(number)])
+        for _ in range(2):
+            notifier.flush()
+            tasks.run(0.0)
         notifier.flush()
         stats.reset()
-    assert sizes(notifier) == before
+    notifier._peers = engines
+    assert sizes(notifier) == before and not tasks.ready
 
 
 def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():

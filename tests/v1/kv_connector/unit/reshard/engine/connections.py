@@ -45,11 +45,10 @@ class RecordingConnection:
 
 
 class Producers:
-    """An engine with one connection after the other, and those that were broken off."""
+    """An engine with one connection after the other."""
 
     def __init__(self, *connections: RecordingConnection) -> None:
         self._connections = list(connections)
-        self.broken: list[RecordingConnection] = []
 
     @property
     def connection(self) -> RecordingConnection:
@@ -62,5 +61,5 @@ class Producers:
 
     def break_off(self, connection: RecordingConnection, now_s: float) -> None:
         """Use the next one."""
-        assert connection is self._connections.pop(0)
-        self.broken.append(connection)
+        if connection in self._connections:
+            self._connections.remove(connection)

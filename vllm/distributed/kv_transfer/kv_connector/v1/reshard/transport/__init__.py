@@ -10,7 +10,6 @@ probe, probe_process        try other engines' NIXL metadata in a process that m
 zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
-sockets                     how one listens, and what these are sent and received with
 limits                      of open files, threads and ports, and other hosts' shares of them
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
