@@ -250,7 +250,7 @@ class ConsumerSide:
                 self._peers.break_off(connection, now_s)
             if not connection.leases.is_busy:
                 del self._peers.looking[connection]
-        # Before deadlines: the line of a request that was not offered in time says so.
+        # Before deadlines: a request whose look has ended has not run out of time.
         self._tasks.run(now_s)
         while (due_at_s := self._next_deadline_s) is not None and due_at_s <= now_s:
             self._time_out(self._requests[self._deadlines[0][1]], now_s)

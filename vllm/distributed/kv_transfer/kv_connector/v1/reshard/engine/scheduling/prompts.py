@@ -68,9 +68,9 @@ class Prompts:
         """Add a request that has arrived, before anything is left out of its prompt."""
         if self.server is None:
             return
-        name, content = prefill_name(request.request_id, params), prompt_digest(request)
-        self._prompts[request.request_id] = request
         request_id = request.request_id
+        name, content = prefill_name(request_id, params), prompt_digest(request)
+        self._prompts[request_id] = request
         self.server.tell(lambda publisher: publisher.add(request_id, name, content))
 
     def begin_step(self, *, computes: bool) -> None:
