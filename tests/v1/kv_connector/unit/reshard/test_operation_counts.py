@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import count_merged
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import request_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -82,7 +82,7 @@ def cache(num_heads: int, num_blocks: int) -> RankCache:
 
 
 class Counting:
-    """An agent and a scatterer for which everything is done at once; both count."""
+    """An agent and a copier for which everything is done at once; both count."""
 
     def __init__(self) -> None:
         self.posts = self.merged = self.bytes_read = self.copies = self.bytes_copied = 0
@@ -110,11 +110,11 @@ class Counting:
     def release(self, transfer: Transfer) -> None:
         """Nothing is held."""
 
-    def submit(self, scatter: Scatter) -> None:
+    def scatter(self, copy: ArenaCopy) -> None:
         """Count a copy and its bytes."""
         self.copies += 1
-        chunk_bytes = scatter.num_heads * scatter.num_slots * scatter.slot_bytes
-        self.bytes_copied += len(scatter.src_offsets) * chunk_bytes
+        chunk_bytes = copy.num_heads * copy.num_slots * copy.slot_bytes
+        self.bytes_copied += len(copy.arena_offsets) * chunk_bytes
 
     def close(self) -> None:
         """Nothing runs."""

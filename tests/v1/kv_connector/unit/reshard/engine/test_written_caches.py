@@ -41,7 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
 
 SIZE = 8
 NUM_BLOCKS = 12
@@ -206,13 +206,13 @@ def transfer(leg: Leg, source: Rank, reader: Rank, start_token: int, limit_bytes
     staged = stage_leg(leg, source.described)
     arena, length = torch.zeros(1 << 20, dtype=torch.uint8), staged.descriptor_bytes
     storage = reader.cache.views[LAYERS[0]].untyped_storage()
-    scatterer = Scatterer(arena, [torch.empty(0, dtype=torch.uint8).set_(storage)])
+    copier = ArenaCopier(arena, [torch.empty(0, dtype=torch.uint8).set_(storage)])
     for window in staged.windows(selected, limit_bytes):
         span = Span(0, window.size_bytes)
         at_source, landing = staged.indices(window, span)
         targets = (arena.data_ptr() + landing.astype(np.int64) * length).tolist()
         move(places(staged.src, at_source), targets, length)
-        scatterer.submit(staged.scatter(window, span))
+        copier.scatter(staged.scatter(window, span))
 
 
 def places(end: LegEnd, indices: np.ndarray) -> list[int]:

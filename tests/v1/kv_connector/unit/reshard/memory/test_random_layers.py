@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     TokenShare,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
 
 NUM_IDS, NUM_TOKENS = 5, 24
 _NOTHING = 255
@@ -221,14 +221,14 @@ def read_staged(leg, selected, source: Rank, reader: Rank, limit_bytes: int) -> 
     """Copy windows into an arena, and from there to where they belong."""
     staged, arena = stage_leg(leg, source.cache), torch.zeros(1 << 16, dtype=torch.uint8)
     own, length = torch.from_numpy(reader.bytes), np.arange(staged.descriptor_bytes)
-    copies = Scatterer(arena, [own])
+    copies = ArenaCopier(arena, [own])
     for window in staged.windows(selected, limit_bytes):
         where = Span(0, window.size_bytes)
         at_source, in_arena = (each.astype(np.int64) for each in staged.indices(window, where))
         from_ = staged.src.addresses(at_source)[:, np.newaxis] + length
         arena.numpy()[in_arena[:, np.newaxis] * len(length) + length] = source.bytes[from_]
         scatter = staged.scatter(window, where)
-        copies.submit(replace(scatter, dst_addresses=scatter.dst_addresses + own.data_ptr()))
+        copies.scatter(replace(scatter, addresses=scatter.addresses + own.data_ptr()))
 
 
 def assert_all_arrives(src, dst, src_forms, dst_forms, replica_offset, read_leg):

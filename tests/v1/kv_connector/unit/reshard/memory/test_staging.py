@@ -26,18 +26,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Sp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Run, count_merged
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import (
     device_memory,
     host_memory,
-    make_copy,
+    scatter,
 )
 
 ARENA = 1 << 16
 
 
-def rebased(scatter, address: int):
-    """A scatter into a simulated memory, whose addresses count from its beginning."""
-    return replace(scatter, dst_addresses=scatter.dst_addresses + address)
+def rebased(copy, address: int):
+    """A copy into a simulated memory, whose addresses count from its beginning."""
+    return replace(copy, addresses=copy.addresses + address)
 
 
 def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, memory_of) -> list[int]:
@@ -57,7 +57,7 @@ def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, memor
             to = int(to_index) * staged.descriptor_bytes
             source = src.bytes[descriptor(staged.src, from_index)]
             arena.numpy()[to : to + staged.descriptor_bytes] = source
-        make_copy(rebased(staged.scatter(window, where), own.data_ptr()), arena, memories)
+        scatter(rebased(staged.scatter(window, where), own.data_ptr()), arena, memories)
         sizes.append(window.size_bytes)
     return sizes
 

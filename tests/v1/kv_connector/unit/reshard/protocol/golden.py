@@ -43,8 +43,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     DoneEntry,
     GaveUpEntry,
+    Pack,
+    PackEntry,
     encode_done,
     encode_gave_up,
+    encode_notification,
     encode_renewals,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
@@ -54,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_refusal_for_upstream,
     encode_reply,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import PackAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
     Params,
     write_secret,
@@ -86,13 +90,27 @@ FACTORS = {
         "weights",
     )
 }
-"""All that an engine says in version 6. Another one wants another version."""
+"""All that an engine says in version 7. Another one wants another version."""
 
 OFFER: OfferFingerprint = fingerprint(
     range(7, 47),
     40,
     [("lora", "sql"), ("cache_salt", "tenant"), ("mm", "hash", 2, 3), ("embeds", "digest")],
     ([5, 2, 9], [4]),
+)
+PACK = Pack(
+    b"reader of 16 byt",
+    [
+        PackEntry(
+            3,
+            "cmpl-a1-0",
+            *(OFFER.num_tokens, OFFER.content, OFFER.blocks),
+            *(2, 1, 0, 64, True),
+            b"\x01\x00\x03\x00",
+            b"\x05\x00\x00\x00\x09\x00\x00\x00",
+        )
+    ],
+    [1, 2],
 )
 SECRET = 0x0123456789ABCDEF
 REQUEST_ID = "cmpl-a1-0"
@@ -123,6 +141,7 @@ def worker(pp_rank: int) -> WorkerDescription:
         RankCache(1000, 3, dict(zip(shard.holdings, layers, strict=True))),
         LeaseTableAddress(1 << 41, 1 << 15),
         b"agent",
+        PackAddress(1 << 42, 1 << 43, 1 << 26),
     )
 
 
@@ -176,6 +195,7 @@ MESSAGES = (
     Message("done", lambda: encode_done("reader", [DoneEntry.of(REQUEST_ID, 2, OFFER)])),
     Message("gave-up", lambda: encode_gave_up("reader", [GaveUpEntry(REQUEST_ID, 2, SECRET)])),
     Message("renew", lambda: encode_renewals([REQUEST_ID, "cmpl-b2-0"])),
+    Message("pack", lambda: [encode_notification(PACK)]),
     Message("bucket-of-leases", lambda: [_bucket()]),
     Message("kv_transfer_params", lambda: [msgspec.json.encode(PARAMS)]),
 )

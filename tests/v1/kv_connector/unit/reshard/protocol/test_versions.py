@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -37,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     decode_reply,
     encode_replies,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import PackAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
     remote_blocks,
     sanitize_params,
@@ -115,7 +118,11 @@ def test_reply_is_understood(version):
     reply = decode_reply(golden.frames_of(version, "reply"), golden.FACTORS, ANY_MESH)
     assert (reply.version, reply.release) == (version, "the vllm_version")
     assert reply.compares_weights == (version >= 6)
-    assert reply.workers == golden.WORKERS
+    packs = version >= 7
+    workers = tuple(
+        each if packs else replace(each, packing=PackAddress()) for each in golden.WORKERS
+    )
+    assert reply.workers == workers
 
 
 @every_version
@@ -131,6 +138,12 @@ def test_notification_is_understood(version, name):
     """Blocks of peers that are not upgraded yet are given back as ever."""
     (frame,) = golden.frames_of(version, name)
     assert decode_notification(frame) == NOTIFICATIONS[name]
+
+
+def test_packing_is_asked_for_as_ever():
+    """Holders of version 7 pack what it says."""
+    (frame,) = golden.frames_of(7, "pack")
+    assert decode_notification(frame) == golden.PACK
 
 
 @every_version

@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, OwnerAt, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter as scatter_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Scatterer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import arena_copies
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +177,7 @@ def _launching_on(stream: Stream) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeviceArena:
-    """An arena, as a scatterer on a device sees it.
+    """An arena, as a copier on a device sees it.
 
     Attributes:
         tensor: Its memory.
@@ -192,7 +192,7 @@ class DeviceArena:
 
 
 class DeviceCopies:
-    """Makes copies out of an arena by the scatterer for devices, late.
+    """Makes copies out of an arena by the copier for devices, late.
 
     Args:
         arena: Where from.
@@ -204,7 +204,7 @@ class DeviceCopies:
 
     def __init__(self, arena: DeviceArena, caches: Iterable[torch.Tensor]) -> None:
         self._device = arena.device
-        self._scatterer = Scatterer(arena, caches)
+        self._copier = ArenaCopier(arena, caches)
         (self._stream,) = self._device.streams[1:]
 
     @property
@@ -212,9 +212,9 @@ class DeviceCopies:
         """Copies that are not made."""
         return self._stream.pending
 
-    def submit(self, scatter: Scatter) -> Event:
+    def scatter(self, copy: ArenaCopy) -> Event:
         """Make a copy later."""
-        return self._scatterer.submit(scatter)
+        return self._copier.scatter(copy)
 
     def make_one(self) -> None:
         """Make the oldest copy."""
@@ -226,33 +226,33 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Make all copies."""
-        self._scatterer.close()
+        self._copier.close()
 
 
 @contextmanager
 def devices() -> Iterator[None]:
     """Within this block there is no other device."""
-    late = partial(_copy, scatter_module.make_copy)
+    late = partial(_copy, arena_copies.scatter)
     with (
         mock.patch.multiple(
             torch.cuda, Event=Event, Stream=Stream, stream=_launching_on, set_device=set_device
         ),
-        mock.patch.object(scatter_module, "make_copy", late),
+        mock.patch.object(arena_copies, "scatter", late),
     ):
         yield
 
 
 def _copy(
-    make: Callable[..., None], scatter: Scatter, arena: DeviceArena, memories: Sequence[object]
+    make: Callable[..., None], copy: ArenaCopy, arena: DeviceArena, memories: Sequence[object]
 ) -> None:
     """Launch a copy."""
-    targets = scatter.dst_addresses.tolist()
+    targets = copy.addresses.tolist()
     owners = [arena.owner_at(target) for target in targets]
 
     def run() -> None:
         for target, owner in zip(targets, owners, strict=True):
             now = arena.owner_at(target)
             check(now is owner, f"a copy for {owner} is made into memory of {now}")
-        make(scatter, arena.tensor, memories)
+        make(copy, arena.tensor, memories)
 
     arena.device.launch(run, owners)

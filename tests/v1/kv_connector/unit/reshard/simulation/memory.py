@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
@@ -189,22 +189,22 @@ class HostCopies:
         self._random, self._arena, self._owner_at = random, arena, owner_at
         self.failure_rate = 0.0
 
-    def submit(self, scatter: Scatter) -> None:
+    def scatter(self, copy: ArenaCopy) -> None:
         """Make a copy."""
         fails = self._random.random() < self.failure_rate
         base = self._arena.ctypes.data
         chunks = list(
-            zip(scatter.src_offsets.tolist(), scatter.dst_addresses.tolist(), strict=True)
+            zip(copy.arena_offsets.tolist(), copy.addresses.tolist(), strict=True)
         )
         for offset, to in chunks[: len(chunks) // 2] if fails else chunks:
             owner = self._owner_at(to)
             waits = owner is not None and owner.reads
             check(waits, f"a copy is made into memory of {owner}, which waits for none")
-            for head in range(scatter.num_heads):
-                for token in range(scatter.num_slots):
-                    source = _strided(offset, scatter.src_strides_bytes, head, token)
-                    target = _strided(to, scatter.dst_strides_bytes, head, token)
-                    ctypes.memmove(target, base + source, scatter.slot_bytes)
+            for head in range(copy.num_heads):
+                for token in range(copy.num_slots):
+                    source = _strided(offset, copy.arena_strides_bytes, head, token)
+                    target = _strided(to, copy.cache_strides_bytes, head, token)
+                    ctypes.memmove(target, base + source, copy.slot_bytes)
         if fails:
             raise RuntimeError("the simulated copy has failed")
 

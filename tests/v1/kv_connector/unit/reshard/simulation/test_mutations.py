@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import arena_copies
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
@@ -194,12 +194,12 @@ def steps_are_over_before_they_are_computed(monkeypatch):
 
 def copies_are_made_once_they_are_launched(monkeypatch):
     """A copy out of the arena is taken for made while its stream has not come to it."""
-    submit = scatter.Scatterer.submit
+    scatter = arena_copies.ArenaCopier.scatter
 
-    def submit_and_forget(scatterer, each):
-        submit(scatterer, each)
+    def scatter_and_forget(copier, each):
+        scatter(copier, each)
 
-    monkeypatch.setattr(scatter.Scatterer, "submit", submit_and_forget)
+    monkeypatch.setattr(arena_copies.ArenaCopier, "scatter", scatter_and_forget)
 
 
 def threads_keep_the_first_device(monkeypatch):

@@ -149,7 +149,7 @@ class TestBetweenOurselves:
         """A client of another version is refused in words, and says so."""
         answer = ask(server.port, encode([str(NEXT).encode(), 0]))
         monkeypatch.setattr(metadata, "SPOKEN", NEXT)
-        with pytest.raises(RemoteIncompatibleError, match=rf"peer speaks reshard/6, .* {NEXT}"):
+        with pytest.raises(RemoteIncompatibleError, match=rf"peer speaks reshard/7, .* {NEXT}"):
             metadata.decode_reply(answer, FACTORS, BOUNDS)
 
 
@@ -288,7 +288,7 @@ class TestUpstream:
         """In the newest that both speak."""
         assert ask(server.port, encode((f"reshard/{versions} words".encode(), 0))) == REPLY
 
-    @pytest.mark.parametrize("versions", ["7-9", "1-4", "7"])
+    @pytest.mark.parametrize("versions", ["8-9", "1-4", "8"])
     def test_peer_that_speaks_other_versions_only_is_refused(self, server, warnings, versions):
         """It is told which this engine speaks, and the log has both."""
         answer = ask(server.port, encode((f"reshard/{versions}".encode(), 0)))
@@ -607,13 +607,13 @@ class TestStrangers:
     def test_one_complaint_hides_no_other(self, server, warnings):
         """Peers that differ in other ways within a minute are all told of, once each."""
         with open_socket(zmq.DEALER, server.port) as stranger:
-            for verb in (b"get_meta_msg", b"reshard/7", b"get_meta_msg", b"reshard/7"):
+            for verb in (b"get_meta_msg", b"reshard/8", b"get_meta_msg", b"reshard/8"):
                 stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
             stranger.send_multipart([b"garbage"])
             wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
         upstream, version, garbage = warnings
         assert "upstream's NixlConnector" in upstream
-        assert "request reshard/7 is unknown" in version
+        assert "request reshard/8 is unknown" in version
         assert "is no request" in garbage
 
 

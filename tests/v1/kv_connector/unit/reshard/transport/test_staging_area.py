@@ -34,14 +34,14 @@ def test_arena_is_memory_that_nixl_is_told_of():
     assert area.region == (area.memory.data_ptr(), size_bytes, 0)
     area.memory.copy_(torch.arange(size_bytes) % 251)
     assert torch.equal(area.memory, (torch.arange(size_bytes) % 251).to(torch.uint8))
-    area.scatterer.close()
+    area.copier.close()
 
 
 @pytest.fixture
 def vast():
     """An arena of more bytes than NIXL's indices can count, none of which is touched."""
     memory = torch.empty(1 << 31, dtype=torch.uint8)
-    return staging_area.StagingArea(memory, scatterer=None)
+    return staging_area.StagingArea(memory, copier=None)
 
 
 def test_arena_of_more_descriptors_than_nixl_counts_is_refused(vast):

@@ -168,7 +168,7 @@ class Copies:
     made: list[Copy] = field(default_factory=list)
     closed: bool = False
 
-    def submit(self, scatter) -> Copy:
+    def scatter(self, copy) -> Copy:
         """Begin one."""
         self.made.append(Copy())
         return self.made[-1]

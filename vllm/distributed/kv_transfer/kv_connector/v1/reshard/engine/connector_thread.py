@@ -228,7 +228,7 @@ class ConnectorThread:
         if self._transfer_engine.has_backlog:
             # Waiting for `_news` would not release the interpreter if it is already set.
             time.sleep(_MOMENT_S)
-        elif self._moves:
+        elif self._moves or self._transfer_engine.is_packing:
             self._rest(self._rest_s)
             self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
         else:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
-from ..protocol.ids import RequestId
+from ..protocol.ids import BlockIds, RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
 from ..transport.announcements import AnnouncerAddress
@@ -37,6 +37,7 @@ class Offer:
         num_blocks: Number of blocks, over all KV-cache groups.
         secret: Secret with which its reader may give the blocks up; None if it cannot.
         trace_headers: Headers that identify the request's trace; None without a trace.
+        block_ids: The blocks, by KV-cache group; none where nothing is packed.
     """
 
     fingerprint: OfferFingerprint
@@ -44,6 +45,7 @@ class Offer:
     num_blocks: int = 0
     secret: OfferSecret | None = None
     trace_headers: Mapping[str, str] | None = None
+    block_ids: BlockIds = ()
 
 
 @dataclass

@@ -12,14 +12,26 @@ from dataclasses import dataclass, replace
 
 from vllm.logger import init_logger
 
-from ..errors import ReshardError
-from ..protocol.ids import RequestId
+from ..errors import RemoteLayoutError, ReshardError
+from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.ids import BlockIds, RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import Notice, ProducerLedger, Receipt
-from ..protocol.messages import Announcement, Done, GaveUp, Renew, decode_notification
+from ..protocol.messages import (
+    Announcement,
+    Done,
+    GaveUp,
+    Pack,
+    PackEntry,
+    Renew,
+    decode_notification,
+)
+from ..protocol.packing import PackAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import HeldState
 from ..transport.agent import NixlAgent
+from ..transport.budget import Budget
+from ..transport.pack_area import PackArea
 from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
 from .traces import PREFIX, Trace, trace_of_offer
@@ -64,6 +76,9 @@ class ProducerSide:
         renewal_s: Seconds for which a renewal extends a lease.
         stats: Its metrics.
         name: The worker's name, for traces.
+
+    Attributes:
+        packs: Where windows are packed for readers; None where none are.
     """
 
     def __init__(
@@ -77,7 +92,10 @@ class ProducerSide:
         self._agent = agent
         self._renewal_s = renewal_s
         self._stats = stats
+        self.packs: PackArea | None = None
         self._ledger = ProducerLedger()
+        # Blocks of each offer, for readers that ask to have them packed.
+        self._offered: dict[RequestId, tuple[OfferFingerprint, BlockIds]] = {}
         self._table = LeaseTable()
         address = self._table.address
         agent.register([(address.address, address.size_bytes, 0)], "DRAM")
@@ -100,6 +118,11 @@ class ProducerSide:
         """Address of the lease table, for readers."""
         return self._table.address
 
+    @property
+    def packing_address(self) -> PackAddress:
+        """Where windows are packed, for readers."""
+        return PackAddress() if self.packs is None else self.packs.address
+
     def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Apply the scheduler's metadata of a step."""
         # Withdrawals first: an id may be used again in the same step.
@@ -117,6 +140,7 @@ class ProducerSide:
                 )
         self._num_offers = metadata.num_offers
         for request_id, offer in metadata.offered.items():
+            self._offered[request_id] = offer.fingerprint, offer.block_ids
             self._table.publish(request_id, offer.fingerprint)
             headers = offer.trace_headers
             trace = trace_of_offer(self._name, headers, offer.num_blocks) if headers else None
@@ -135,11 +159,30 @@ class ProducerSide:
         An announcement that arrives after it is ignored: the id may be another request's by then.
         """
         if announcement.number > self._num_offers:
+            offered = announcement.fingerprint, announcement.block_ids
+            self._offered[announcement.request_id] = offered
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def extend_deadlines(self, for_s: float) -> None:
         """Extend all leases by seconds during which no notification could be received."""
         self._ledger.extend(for_s)
+
+    def pack(self, now_s: float, budget: Budget) -> bool:
+        """Pack windows for readers, within the budget; return whether one was packed."""
+        if self.packs is None or not self.packs.has_readers:
+            return False
+        self._hear(now_s)
+        return self.packs.serve(self._blocks_of, now_s, budget)
+
+    @property
+    def is_packing(self) -> bool:
+        """Whether a reader waits for a window or reads one."""
+        return self.packs is not None and self.packs.is_serving
+
+    @property
+    def listens(self) -> bool:
+        """Whether a reader may ask for a window at any time."""
+        return self.packs is not None and self.packs.has_readers and bool(self._requests)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Return the requests released or expired since the last call; their blocks are free."""
@@ -188,6 +231,9 @@ class ProducerSide:
                 notification = decode_notification(message)
                 if isinstance(notification, Renew):
                     self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
+                elif isinstance(notification, Pack):
+                    if self.packs is not None:
+                        self.packs.hear(notification, now_s)
                 else:
                     self._count(notification)
             except ReshardError as error:
@@ -195,6 +241,24 @@ class ProducerSide:
             except Exception:
                 # The requests it names are freed when their leases expire.
                 logger.exception("What %s says is not taken note of", quote(sender))
+
+    def _blocks_of(self, entry: PackEntry) -> BlockIds | None:
+        """Return the blocks of the offer that a reader names; None if it is not offered.
+
+        Raises:
+            RemoteLayoutError: It is another offer.
+        """
+        offered = self._offered.get(entry.request_id)
+        if offered is None:
+            # Not yet, or no longer: the reader gives up by itself.
+            return None
+        fingerprint, block_ids = offered
+        if fingerprint != entry.proof:
+            raise RemoteLayoutError(
+                f"a window of request {quote(entry.request_id)} is asked for with the fingerprint "
+                "of another offer: send the decode engine the very prompt that was prefilled"
+            )
+        return block_ids
 
     def _count(self, done: Done | GaveUp) -> None:
         """Count a reader for all requests that it releases.
@@ -261,5 +325,6 @@ class ProducerSide:
         request = self._requests.get(request_id) or _Request(state, now_s)
         self._set_state(request_id, replace(request, state=state, since_s=now_s), more)
         del self._requests[request_id]
+        self._offered.pop(request_id, None)
         self._held_blocks -= request.num_blocks
         request.end_trace(state, last_reader, now_s)

@@ -76,10 +76,13 @@ class Settings(
             instead of read back.
         decoder_kv_blocks_ttl: With `bidirectional_kv_xfer`: seconds that a decode engine offers the
             blocks of a turn.
-        transfer_strategy: `direct` reads into blocks; `staged` reads by way of an arena; `auto`
-            chooses for each read.
+        transfer_strategy: `direct` reads into blocks; `staged` reads by way of an arena; `packed`
+            has the holder gather what is read before, where it does; `auto` chooses for each read.
         staging_arena_bytes: Size of the arena on each worker that reads; None for a sixteenth of
             the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
+        packing_arena_bytes: Size of the arena on each worker that is read from, in which it
+            gathers small pieces for its readers; None for 1/64 of the free memory, at most 64 MiB;
+            0 to gather nothing.
         backends: NIXL backends, in order of preference.
         num_threads: Threads of NIXL's UCX backend.
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
@@ -110,8 +113,9 @@ class Settings(
     #: deadline hung peer: the agent of a retired lane is closed in any case: its reads neither end
     #: nor fail.
     kv_hung_peer_timeout_s: _Seconds = 600
-    transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
+    transfer_strategy: Literal["auto", "direct", "staged", "packed"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    packing_arena_bytes: _Bytes | None = None
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
@@ -133,8 +137,10 @@ class Settings(
         return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
 
     def staging_policy(self) -> StagingPolicy | None:
-        """Return the policy that selects staged reads; None unless the strategy is `auto`."""
-        return StagingPolicy() if self.transfer_strategy == "auto" else None
+        """Return the policy that selects staged and packed reads; None to stage all."""
+        if self.transfer_strategy == "staged":
+            return None
+        return StagingPolicy(packs_all=self.transfer_strategy == "packed")
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """Return the rest of NIXL's progress thread, chosen by backends and device if not set."""

@@ -42,6 +42,10 @@ logger = init_logger(__name__)
 BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
+_LISTEN_S = 2e-3
+"""Interval at which a worker that has packed for readers, and holds blocks, hears what they ask for.
+A poll that hears nothing takes 40 us."""
+
 _LINGER_S = 0.05
 """Interval between polls of reads of failed requests, which are polled until they end."""
 
@@ -127,6 +131,8 @@ class TransferEngine:
         self._report = Report()
         # Lanes were closed: the next poll reports the requests that this has ended.
         self._has_ended = False
+        # The last poll has packed a window for a reader.
+        self._has_packed = False
         self._closed = False
 
     def poll(self, incoming: list[Incoming], now_s: float) -> Report:
@@ -154,6 +160,7 @@ class TransferEngine:
         self.consumer.advance(now_s, self._budget())
         for connection in taken_once_done(self.peers.broken):
             self.transfers.retire(connection)
+        self._has_packed = self.producer.pack(now_s, self._budget())
         report = self._report
         report.add(self.consumer.take_report())
         self._renewals.stop((*report.failed, *report.received))
@@ -196,8 +203,13 @@ class TransferEngine:
 
     @property
     def has_moved(self) -> bool:
-        """True if the last poll saw a read arrive: more will arrive soon."""
-        return self.transfers.has_moved
+        """True if the last poll saw a read arrive, or packed for a reader: more will soon."""
+        return self.transfers.has_moved or self._has_packed
+
+    @property
+    def is_packing(self) -> bool:
+        """True while a reader waits for windows to be packed, or reads them."""
+        return self.producer.is_packing
 
     @property
     def is_moving(self) -> bool:
@@ -211,6 +223,8 @@ class TransferEngine:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
             due_s.append(now_s + _LINGER_S)
+        if self.producer.listens:
+            due_s.append(now_s + _LISTEN_S)
         return min(due_s) if min(due_s) < math.inf else None
 
     def drain(self, now_s: float) -> bool:
@@ -225,6 +239,8 @@ class TransferEngine:
         for lane in (*self.peers.close(now_s), *self._ending):
             lane.close()
         self.transfers.close()
+        if self.producer.packs is not None:
+            self.producer.packs.close()
         self.agent.close()
 
     def _apply(self, incoming: Incoming, now_s: float) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,6 +35,7 @@ from ..transport.cpu import compute_alone, parents_cores
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
 from ..transport.limits import listeners, listeners_told, raise_file_limit
+from ..transport.pack_area import open_packs
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
@@ -90,8 +92,9 @@ class ReshardWorker:
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
         raise_file_limit()
-        # Whether this worker reads from other engines.
+        # Whether this worker reads from other engines, and they from it.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
+        self._is_read = transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
         parallel_config = vllm_config.parallel_config
         self._rank = rank_of_worker(parallel_config)
@@ -138,7 +141,7 @@ class ReshardWorker:
             renewals,
             stats,
         )
-        if transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
+        if self._is_read:
             self._transfer_engine.files.need(listeners_told(agent.metadata(), others))
         self._clock = clock
         self._thread = ConnectorThread(
@@ -181,6 +184,14 @@ class ReshardWorker:
         regions = memory_regions(kv_caches)
         transfer_engine = self._transfer_engine
         transfer_engine.agent.register(regions)
+        if self._is_read and self._settings.packing_arena_bytes != 0:
+            ordered = replace(cache, layers={each: cache.layers[each] for each in shard.holdings})
+            transfer_engine.producer.packs = open_packs(
+                kv_caches.values(),
+                self._settings.packing_arena_bytes,
+                ordered,
+                transfer_engine.agent,
+            )
         local = LocalCache(self._rank, cache, window_groups(self._kv_cache_config))
         self._transfers.area = area = self._open_area(kv_caches.values())
         transfer_engine.consumer.set_local_cache(local)
@@ -200,6 +211,7 @@ class ReshardWorker:
             cache,
             transfer_engine.producer.table_address,
             transfer_engine.agent.metadata(),
+            transfer_engine.producer.packing_address,
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())

@@ -33,26 +33,26 @@ from .strategy import StagingPolicy, Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
-    """A copy of chunks from the arena to our blocks, all chunks of one shape.
+class ArenaCopy:
+    """A copy of chunks between an arena and the cache, all chunks of one shape.
 
     Attributes:
-        src_offsets: Offset of each chunk in the arena, in bytes; shape (chunks,), int64.
-        dst_addresses: Address of each chunk in our blocks; same shape.
+        arena_offsets: Offset of each chunk in the arena, in bytes; shape (chunks,), int64.
+        addresses: Address of each chunk in the cache; same shape.
         num_heads: Number of heads in a chunk.
         num_slots: Number of slots of each head in a chunk.
         slot_bytes: Size of a slot, which is contiguous at both ends.
-        src_strides_bytes: Distances in the arena from one head, and from one slot, to the next.
-        dst_strides_bytes: The same distances in our blocks.
+        arena_strides_bytes: Distances in the arena from one head, and from one slot, to the next.
+        cache_strides_bytes: The same distances in the cache.
     """
 
-    src_offsets: npt.NDArray[np.int64]
-    dst_addresses: npt.NDArray[np.int64]
+    arena_offsets: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]
     num_heads: int
     num_slots: int
     slot_bytes: int
-    src_strides_bytes: tuple[int, int]
-    dst_strides_bytes: tuple[int, int]
+    arena_strides_bytes: tuple[int, int]
+    cache_strides_bytes: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,20 @@ class StagedLeg:
         """Bytes that a block takes in the arena for each plane."""
         return self.slice.block_stride_bytes
 
-    def windows(self, selections: Sequence[Selection], limit_bytes: int) -> Iterator[Window]:
+    def windows(
+        self, selections: Sequence[Selection], limit_bytes: int, max_blocks: int | None = None
+    ) -> Iterator[Window]:
         """Cut selections into windows.
 
         Args:
             selections: Result of the leg's `select`.
             limit_bytes: Largest size of a window; one block of one plane may exceed it.
+            max_blocks: Most blocks of a plane in a window; None for any number.
         """
         for selection in selections:
             num_blocks = len(selection.overlap.src_blocks)
             blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), num_blocks)
+            blocks_at_once = min(blocks_at_once, max_blocks or num_blocks)
             # A window of a plane that is cut has a part of that plane only.
             whole = blocks_at_once == num_blocks
             plane_bytes = blocks_at_once * self.slice_bytes
@@ -136,7 +140,7 @@ class StagedLeg:
         in_arena = np.arange(first, first + len(at_source), dtype=np.int32)
         return at_source.astype(np.int32), in_arena
 
-    def scatter(self, window: Window, span: Span) -> Scatter:
+    def scatter(self, window: Window, span: Span) -> ArenaCopy:
         """Return the copy of a window from its span into our blocks."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
         common = selection.overlap
@@ -148,7 +152,7 @@ class StagedLeg:
         src_planes = np.arange(len(selection.planes)) * (len(common.src_blocks) * self.slice_bytes)
         dst_planes = np.array([leg.pairs[plane].dst.address for plane in selection.planes.tolist()])
         # Addresses of memory are below 2**63.
-        return Scatter(
+        return ArenaCopy(
             (
                 span.start_bytes
                 + src_planes[:, np.newaxis]
@@ -184,21 +188,36 @@ class StagedLeg:
             for each in selections
         )
 
-    def choose(self, selections: Sequence[Selection], policy: StagingPolicy) -> Strategy:
+    def choose(
+        self,
+        selections: Sequence[Selection],
+        policy: StagingPolicy | None,
+        *,
+        may_pack: bool = False,
+    ) -> Strategy:
         """Return how to read selections.
 
         Args:
             selections: Result of the leg's `select`.
-            policy: Thresholds for staging.
+            policy: Thresholds; None to stage all.
+            may_pack: Whether the source packs.
         """
+        if policy is None:
+            return Strategy.STAGED
+        if may_pack and policy.packs_all:
+            return Strategy.PACKED
         chunk_bytes = self.slice_bytes * self.leg.chunk_tokens // self.leg.src.block_tokens
         num_bytes = count_chunks(selections) * chunk_bytes
         num_planes = sum(len(each.planes) for each in selections)
         num_direct = self.leg.num_descriptors(selections)
+        may_pack = may_pack and policy.packs(num_bytes, num_direct)
         # The best case for staging: nothing merges direct, and each plane is one descriptor staged.
-        if policy.choose(num_bytes, num_direct, num_planes) is Strategy.DIRECT:
+        may_stage = policy.choose(num_bytes, num_direct, num_planes) is Strategy.STAGED
+        if not may_pack and not may_stage:
             return Strategy.DIRECT
         num_merged, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
+        if may_pack and policy.packs(num_bytes, min(num_merged, num_staged)):
+            return Strategy.PACKED
         return policy.choose(num_bytes, num_merged, num_staged)
 
 

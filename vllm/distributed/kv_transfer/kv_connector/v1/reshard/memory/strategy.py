@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice between a direct and a staged read."""
+"""The choice between a direct, a staged and a packed read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 LARGEST_ARENA_BYTES = 256 << 20
-"""Arena size if memory is plentiful and no size is configured."""
+"""Size of a reader's arena if memory is plentiful and no size is configured."""
+
+LARGEST_PACKING_BYTES = 64 << 20
+"""The same of a holder's arena: room for two readers with all windows that they ask for at once."""
 
 
 class Strategy(str, Enum):
@@ -19,6 +22,10 @@ class Strategy(str, Enum):
     STAGED = "staged"
     """Into an arena, from which the bytes are scattered into our blocks. A value for each window of
     at most 8 MiB, of the read alone."""
+
+    PACKED = "packed"
+    """As staged, but the peer has gathered the window before, so that it is one piece. A value for
+    each window of at most 4 MiB, of the read alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,25 @@ class StagingPolicy:
         max_descriptor_bytes: Largest average size of direct descriptors, once merged.
         min_merge_factor: Least number of direct descriptors for each staged one.
         min_descriptors: Least number of direct descriptors in the read.
+        max_packed_bytes: Largest average size of descriptors, direct or staged, that are packed
+            instead.
+        min_packed: Least number of descriptors, direct or staged, that are packed instead.
+        packs_all: Whether all reads are packed whose peer packs.
     """
 
     max_descriptor_bytes: int = 4 << 10
     min_merge_factor: int = 16
     min_descriptors: int = 2048
+    max_packed_bytes: int = 4 << 10
+    min_packed: int = 2048
+    packs_all: bool = False
+
+    def packs(self, num_bytes: int, num_descriptors: int) -> bool:
+        """Return whether a read is packed, given the fewest descriptors that it has otherwise."""
+        return (
+            num_descriptors >= self.min_packed
+            and num_bytes <= self.max_packed_bytes * num_descriptors
+        )
 
     def choose(self, num_bytes: int, num_direct: int, num_staged: int) -> Strategy:
         """Return which way a read takes.

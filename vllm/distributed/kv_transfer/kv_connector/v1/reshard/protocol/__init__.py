@@ -7,6 +7,7 @@ states                      where a request is, and what may follow
 tasks                       functions that wait, and how a thread steps them
 lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
+packing                     which windows a worker packs for readers, and where
 leases                      which requests a worker holds, where readers can see it
 early, subscriptions        requests that go to both engines at once: names, and how one waits
 versions                    which versions of the protocol engines speak to each other

@@ -20,7 +20,9 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Holding, Layer, Shard, TokenShare, UnitInterval
 from .bounds import MAX_AGENT_METADATA_BYTES, MAX_STAGE_RANKS
 from .leases import LeaseTableAddress
+from .packing import PackAddress
 from .quoting import one_line, quote
+from .versions import SPOKEN
 
 # Bounds of a peer's values, all far above any that exist. With `_MAX_PLANE_BYTES` they keep every
 # address computed from a description within 64 bits.
@@ -48,6 +50,9 @@ _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_
 
 _MAX_LAYERS = 1 << 12
 
+_PACKS_SINCE = 7
+"""Version in which workers tell where they pack windows."""
+
 _MAX_PLANE_BYTES = 1 << 62
 """Exclusive upper bound of a plane's size: its block stride times its number of blocks."""
 
@@ -64,6 +69,7 @@ class WorkerDescription:
         cache: Where the bytes of the same layers are in memory.
         lease_table: Address of the table of requests that it holds.
         agent_metadata: NIXL's metadata, which is needed to connect to it.
+        packing: Where it packs windows for its readers.
     """
 
     engine_id: str
@@ -71,6 +77,7 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
+    packing: PackAddress = PackAddress()
 
 
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -117,8 +124,8 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """`WorkerDescription`, with each layer's share of tokens; none if all layers hold all tokens.
 
     A field is left out if it and all fields after it have their defaults. Then a build without
-    shares can read the description; it refuses others. The last field is older builds', and means
-    nothing any more.
+    shares can read the description; it refuses others. The field after the shares is older builds',
+    and means nothing any more; those after it are new in version 7.
     """
 
     engine_id: _EngineId
@@ -133,14 +140,17 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
     shares: list[_WireShare] = []
     unused_address: _Address = 0
+    pack_table: _Address = 0
+    pack_arena: _Address = 0
+    pack_arena_bytes: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _WORKER_DECODER = msgspec.msgpack.Decoder(_WireWorker)
 
 
-def encode_worker(description: WorkerDescription) -> bytes:
-    """Write a worker's description for the wire.
+def encode_worker(description: WorkerDescription, version: int = SPOKEN.newest) -> bytes:
+    """Write a worker's description for the wire, in one version of the protocol.
 
     Raises:
         LocalLayoutError: A peer would refuse it.
@@ -168,8 +178,11 @@ def encode_worker(description: WorkerDescription) -> bytes:
     ]
     shares = [holding.tokens for holding in shard.holdings.values()]
     holds_all = all(share.is_all for share in shares)
-    if not holds_all:
-        said.append([dataclasses.astuple(share) for share in shares])
+    packing = description.packing if version >= _PACKS_SINCE else PackAddress()
+    if not holds_all or packing.arena_bytes:
+        said.append([] if holds_all else [dataclasses.astuple(share) for share in shares])
+    if packing.arena_bytes:
+        said += [0, *dataclasses.astuple(packing)]
     data = _ENCODER.encode(said)
     # The same rules for both directions: we write nothing that we would not accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
@@ -285,6 +298,7 @@ def _read_worker(
         RankCache(wire.num_block_ids, wire.device_id, layers),
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
+        PackAddress(wire.pack_table, wire.pack_arena, wire.pack_arena_bytes),
     )
 
 

@@ -92,11 +92,13 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
         number: Number of the offer among all of this engine.
         request_id: The request.
         fingerprint: Fingerprint of the offer.
+        block_ids: Its blocks, by KV-cache group; none where no worker packs.
     """
 
     number: int
     request_id: RequestId
     fingerprint: OfferFingerprint
+    block_ids: tuple[list[int], ...] = ()
 
 
 class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -184,7 +186,58 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     request_ids: list[_RequestId]
 
 
-Notification: TypeAlias = Done | GaveUp | Renew
+class PackEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A window that a reader asks for.
+
+    Attributes:
+        ticket: Number that the reader has given it, and no other of its windows.
+        request_id: The producer's id of the request.
+        num_tokens: With `content` and `blocks`, the fingerprint of the offer.
+        content: See `OfferFingerprint`.
+        blocks: See `OfferFingerprint`.
+        head_offset: With the next four, the `Slice` of each page.
+        num_heads: See `Slice`.
+        slot_offset_bytes: See `Slice`.
+        slot_bytes: See `Slice`.
+        token_major: See `Slice`.
+        planes: Positions of the planes in the producer's description, as 16-bit numbers.
+        block_ids: Blocks in the order of the window, as 32-bit numbers; little-endian, both.
+    """
+
+    ticket: Annotated[int, Meta(ge=0)]
+    request_id: _RequestId
+    num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    content: int
+    blocks: int
+    head_offset: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    num_heads: Annotated[int, Meta(ge=1, lt=1 << 20)]
+    slot_offset_bytes: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    token_major: bool
+    planes: Annotated[bytes, Meta(min_length=2, max_length=1 << 13)]
+    block_ids: Annotated[bytes, Meta(min_length=4, max_length=1 << 13)]
+
+    @property
+    def proof(self) -> OfferFingerprint:
+        """The fingerprint that the producer must have offered."""
+        return OfferFingerprint(self.num_tokens, self.content, self.blocks)
+
+
+class Pack(msgspec.Struct, frozen=True, tag="pack", array_like=True):
+    """Notification of the windows that a reader asks for, and of those that it has read.
+
+    Attributes:
+        reader: Random name of the reader, which only it and the producer know.
+        asked: Windows to pack.
+        returned: Tickets of windows that it needs no more, read or not.
+    """
+
+    reader: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    asked: Annotated[list[PackEntry], Meta(max_length=64)]
+    returned: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=256)]
+
+
+Notification: TypeAlias = Done | GaveUp | Renew | Pack
 
 MAX_NOTIFICATION_BYTES = 8 << 10
 """Maximum size of a notification; more entries go into several.

@@ -38,7 +38,7 @@ from .compatibility import (
     known_factors,
     remedy,
 )
-from .description import WorkerDescription, decode, decode_worker
+from .description import WorkerDescription, decode, decode_worker, encode_worker
 from .quoting import one_line, quote
 from .versions import CONNECTOR_NAME, SPOKEN
 
@@ -155,6 +155,7 @@ def encode_reply(
         )
     ordered = [(MeshRank(*rank), handshakes[rank]) for rank in sorted(handshakes)]
     first_rank, first = ordered[0]
+    bodies = []
     engine_id = decode_worker(first.body).engine_id
     for rank, handshake in ordered:
         for name in sorted(first.factors.keys() | handshake.factors.keys()):
@@ -168,6 +169,7 @@ def encode_reply(
                     f"({one_line(remedy(name))})"
                 )
         said = decode_worker(handshake.body)
+        bodies.append(encode_worker(said, version) if version < SPOKEN.newest else handshake.body)
         if said.shard.rank != rank or said.engine_id != engine_id:
             raise LocalLayoutError(
                 f"the worker of rank {quote(str(rank))} of engine {quote(engine_id)} says that it "
@@ -186,7 +188,7 @@ def encode_reply(
             f"what must be equal at both engines takes {len(greeting)} bytes but peers accept "
             f"{MAX_GREETING_BYTES}: give shorter --hf-overrides"
         )
-    frames = [greeting, *(handshake.body for _, handshake in ordered)]
+    frames = [greeting, *bodies]
     num_bytes = sum(map(len, frames))
     if num_bytes > MAX_REPLY_BYTES or len(ordered) > MAX_RANKS:
         raise LocalLayoutError(

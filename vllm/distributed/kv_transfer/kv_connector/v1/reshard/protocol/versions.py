@@ -61,7 +61,8 @@ class VersionRange:
 #      stand for several tokens
 #   6  engines tell what identifies their weights, and parameters what identifies the adapter, to
 #      which entries of the lease table are bound
-SPOKEN = VersionRange(5, 6)
+#   7  workers tell where they pack windows for their readers, which ask for them by notifications
+SPOKEN = VersionRange(5, 7)
 """Versions that this build speaks."""
 
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from vllm.logger import init_logger
 
-from ..errors import InDoubtError, TransferError
-from ..memory.leg import Indices, Rows
+from ..errors import InDoubtError, LocalLayoutError, TransferError
+from ..memory.leg import Indices, Rows, side_by_side
+from ..memory.packing import PACK_UNIT_BYTES
+from ..protocol.description import WorkerDescription
 from ..protocol.lifetimes import Lifetime
+from ..protocol.packing import TABLE_BYTES
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
 from .lane import Lane
 from .lease_check import LeaseChecker, PreparedTable, prepare_table
-from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedStaging
+from .packed_windows import MAX_PACKED_BYTES, PackedWindows
+from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedPacking, PreparedStaging
 
 logger = init_logger(__name__)
 
@@ -58,6 +63,8 @@ class PeerConnection:
         self._area = lowered.area
         self._unconnected = deque(lowered.workers)
         self._names: list[str] = []
+        # Tables of packed windows.
+        self._tables: list[Prepared] = []
         # Legs with the same rows at one end share its list, as most staged legs do.
         self._remote: dict[tuple[str, bytes], Prepared] = {}
         self._local: dict[bytes, tuple[Rows, Prepared]] = {}
@@ -79,7 +86,9 @@ class PeerConnection:
             self._names.append(name)
             table = prepare_table(self.lane.agent, worker.description.lease_table, name)
             self.lease_tables[name] = table
-            self.legs += [self._prepare(each, name) for each in worker.legs]
+            packs = any(each.packed is not None for each in worker.legs)
+            windows = self._windows_of(worker.description, name) if packs else None
+            self.legs += [self._prepare(each, name, windows) for each in worker.legs]
             if worker.num_notifiers:
                 self.releases.append((name, worker.num_notifiers))
         return not self._unconnected
@@ -182,16 +191,40 @@ class PeerConnection:
         agent = self.lane.agent
         for prepared in self._remote.values():
             agent.release_prepared(prepared)
-        for table in self.lease_tables.values():
-            agent.release_prepared(table.buckets)
+        for prepared in (*self._tables, *(each.buckets for each in self.lease_tables.values())):
+            agent.release_prepared(prepared)
         for rows, _ in self._local.values():
             self.lane.release_local_list(rows)
         for name in self._names:
             self.lane.disconnect(name)
 
-    def _prepare(self, lowered: LoweredLeg, name: str) -> PreparedLeg:
+    def _windows_of(self, description: WorkerDescription, name: str) -> PackedWindows | None:
+        """Return the windows that a worker packs; None if it packs none, or not for us."""
+        address, area, agent = description.packing, self._area, self.lane.agent
+        if area is None or area.memory.nbytes < MAX_PACKED_BYTES or not address.arena_bytes:
+            return None
+        device_id, count = description.cache.device_id, address.arena_bytes // PACK_UNIT_BYTES
+        rows = side_by_side(address.arena, PACK_UNIT_BYTES, device_id, count)
+        try:
+            table_row = side_by_side(address.table, TABLE_BYTES, 0, 1)
+            self._tables.append(agent.prepare(table_row, name, "DRAM"))
+            return PackedWindows(
+                self.lane.packs,
+                self,
+                self._tables[-1],
+                self._remote_list(rows, name),
+                self._local_list(area.rows(PACK_UNIT_BYTES)),
+                partial(self.notify, name),
+            )
+        except (LocalLayoutError, TransferError) as error:
+            logger.warning("Nothing is packed by %s: %s", quote(name), one_line(error))
+            return None
+
+    def _prepare(
+        self, lowered: LoweredLeg, name: str, windows: PackedWindows | None
+    ) -> PreparedLeg:
         leg, staged = lowered.leg, lowered.staged
-        staging = None
+        staging = packing = None
         if staged is not None and self._area is not None:
             try:
                 arena = self._local_list(self._area.rows(staged.descriptor_bytes))
@@ -200,9 +233,11 @@ class PeerConnection:
                 logger.warning(
                     "Reads from %s go direct, and are not staged: %s", quote(name), one_line(error)
                 )
-        return PreparedLeg(
-            leg, self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name), staging
-        )
+            else:
+                if lowered.packed is not None and windows is not None:
+                    packing = PreparedPacking(lowered.packed, windows)
+        local, remote = self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name)
+        return PreparedLeg(leg, local, remote, staging, packing)
 
     def _local_list(self, rows: Rows) -> Prepared:
         key = rows.tobytes()

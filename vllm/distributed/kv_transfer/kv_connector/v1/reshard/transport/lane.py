@@ -25,10 +25,12 @@ from vllm.logger import init_logger
 from ..errors import TransferError
 from ..memory.leg import Rows
 from ..protocol.lifetimes import PEER_GRACE_S
+from ..protocol.packing import TABLE_BYTES
 from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
 from .lease_check import check_buffer
+from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from .connection import PeerConnection
@@ -37,6 +39,9 @@ logger = init_logger(__name__)
 
 _NEWCOMERS, _PROVEN = 0, 1
 """Slots of `Lanes`."""
+
+_NUM_PACK_LOOKS = 16
+"""Tables of packed windows that are read at the same time, each of a worker that packs."""
 
 MAX_DRAINING_LANES = 4
 """While more lanes drain, the oldest is closed after `PEER_GRACE_S`, and none is made for suspects.
@@ -60,6 +65,7 @@ class Lane:
 
     Attributes:
         checks: Buffer for lease table rows that are read.
+        packs: Buffer for tables of packed windows that are read.
         connections: Open connections over this lane.
         num_made: Connections made over this lane, closed ones included: NIXL releases a peer's
             descriptors only with the agent (1.5.1, over TCP).
@@ -71,6 +77,7 @@ class Lane:
     def __init__(self, agent: NixlAgent) -> None:
         self.agent = agent
         self.checks = check_buffer(agent)
+        self.packs = RowBuffer(agent, _NUM_PACK_LOOKS, TABLE_BYTES // 8)
         self.connections: dict[PeerConnection, None] = {}
         self.num_made = 0
         self.retired_at_s: float | None = None

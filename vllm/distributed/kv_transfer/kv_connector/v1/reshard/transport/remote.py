@@ -16,6 +16,7 @@ from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
+from ..memory.packing import PackedCache, PackedLeg
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
@@ -23,6 +24,7 @@ from ..plan.text import describe_reads
 from ..protocol.description import WorkerDescription
 from ..protocol.request_blocks import check_windows
 from .agent import Prepared
+from .packed_windows import MAX_PACKED_BYTES, PackedWindows
 from .staging_area import StagingArea
 
 logger = init_logger(__name__)
@@ -59,6 +61,14 @@ class PreparedStaging:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedPacking:
+    """A packed leg, and the windows of the worker that packs it."""
+
+    leg: PackedLeg
+    windows: PackedWindows
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedLeg:
     """A leg with its descriptor lists.
 
@@ -67,20 +77,23 @@ class PreparedLeg:
         local: List for our memory.
         remote: List for the peer's memory.
         staging: The same for reads through the arena; None if all its reads go direct.
+        packing: What to ask the peer's worker for; None unless it packs.
     """
 
     leg: Leg
     local: Prepared
     remote: Prepared
     staging: PreparedStaging | None = None
+    packing: PreparedPacking | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredLeg:
-    """A leg, and its staged form; None if it can only be read direct."""
+    """A leg, and its staged and packed forms; None where it is not read so."""
 
     leg: Leg
     staged: StagedLeg | None
+    packed: PackedLeg | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +143,15 @@ def lower_engine(
     """
     legs: dict[MeshRank, list[LoweredLeg]] = {}
     for read in plan.reads_of(local.rank):
-        src = descriptions[read.src_rank].cache
+        description = descriptions[read.src_rank]
+        src, packs = description.cache, description.packing.arena_bytes
         lowered = legs.setdefault(read.src_rank, [])
         for leg in lower_read(read, src, local.cache):
             check_windows(leg, local.window_groups)
-            lowered.append(LoweredLeg(leg, _stage(leg, src, area)))
+            staged = _stage(leg, src, area)
+            is_packed = packs and staged is not None and staged.slice_bytes <= MAX_PACKED_BYTES
+            packed = PackedCache(src).lower(staged) if staged is not None and is_packed else None
+            lowered.append(LoweredLeg(leg, staged, packed))
     notifiers = {each.src_rank: len(each.notifiers) for each in plan.notified_by(local.rank)}
     return LoweredEngine(
         len(descriptions),

@@ -15,7 +15,7 @@ from ..memory.arena import ArenaAllocator
 from ..memory.leg import MAX_DESCRIPTORS, Rows, side_by_side
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from ..protocol.quoting import one_line
-from .scatter import Scatterer
+from .arena_copies import ArenaCopier
 
 logger = init_logger(__name__)
 
@@ -28,14 +28,14 @@ class StagingArea:
 
     Attributes:
         memory: The arena; uint8, contiguous.
-        scatterer: Copies what has landed to its place in the caches.
+        copier: Copies what has landed to its place in the caches.
         policy: Decides which reads are staged; None to stage all.
         spans: Allocator of the arena's bytes. A failed read keeps its span until the agent that
             posted it is gone.
     """
 
     memory: torch.Tensor
-    scatterer: Scatterer
+    copier: ArenaCopier
     policy: StagingPolicy | None = None
     spans: ArenaAllocator = field(init=False)
 
@@ -82,24 +82,42 @@ def open_area(
         The area; None where its size is 0, or there is no such memory. All reads go direct then.
     """
     tensors = list(caches)
-    device = tensors[0].device
+    option = "staging_arena_bytes"
+    memory = allocate_arena(tensors[0].device, size_bytes, LARGEST_ARENA_BYTES, option)
+    return None if memory is None else StagingArea(memory, ArenaCopier(memory, tensors), policy)
+
+
+def allocate_arena(
+    device: torch.device, size_bytes: int | None, largest_bytes: int, option: str
+) -> torch.Tensor | None:
+    """Allocate the memory of an arena: uint8, contiguous.
+
+    Args:
+        device: Where the KV cache is.
+        size_bytes: Its size; None for a sixteenth of the free memory.
+        largest_bytes: Its largest size if none is given.
+        option: Option that gives its size.
+
+    Returns:
+        The memory; None where its size is 0, or there is no such memory.
+    """
     if device.type not in ("cpu", "cuda"):
         return None
     if size_bytes is None:
-        size_bytes = min(_free_bytes(device) // _PART_OF_FREE_MEMORY, LARGEST_ARENA_BYTES)
+        size_bytes = min(_free_bytes(device) // _PART_OF_FREE_MEMORY, largest_bytes)
     if not size_bytes:
         return None
     try:
-        memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     except Exception as error:
         logger.warning(
-            "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
-            "staging_arena_bytes in kv_connector_extra_config to less (%s)",
+            "There is no memory for an arena of %d bytes, so that reads go direct: set %s in "
+            "kv_connector_extra_config to less (%s)",
             size_bytes,
+            one_line(option),
             one_line(error),
         )
         return None
-    return StagingArea(memory, Scatterer(memory, tensors), policy)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -3,6 +3,9 @@
 
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
+    packed    queued -> has a span, asked -> packed, posted -> confirmed, being scattered -> done
+
+What is not packed in time is read direct.
 
 On the host a window is scattered in the poll that sees it land.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +37,7 @@ from vllm.logger import init_logger
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
 from ..memory.leg import Selection
+from ..memory.packing import PACK_UNIT_BYTES, in_units
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
@@ -42,6 +47,14 @@ from .agent import LOOK_THERE, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
+from .packed_windows import (
+    MAX_PACKED_BLOCKS,
+    MAX_PACKED_BYTES,
+    Claim,
+    PackedWindow,
+    PackedWindows,
+    PackState,
+)
 from .remote import PreparedLeg
 from .staging_area import StagingArea
 
@@ -66,11 +79,13 @@ class Part:
         leg: The leg.
         selections: Blocks to read with it.
         window: The same blocks as a window of the arena; None for a direct read.
+        claim: The offer by which its window is packed; None for a direct or a staged read.
     """
 
     leg: PreparedLeg
     selections: Sequence[Selection]
     window: Window | None = None
+    claim: Claim | None = None
 
 
 class PartError(Exception):
@@ -164,7 +179,9 @@ class _PartRead:
     copied: torch.cuda.Event | None = None
     telemetry: Any = None
     unwanted: bool = False
-    staged: bool = False
+    strategy: Strategy = Strategy.DIRECT
+    # Until it is returned, or lost.
+    packed: PackedWindow | None = None
     # NIXL's post was called, so the read may have begun.
     asked: bool = False
 
@@ -187,6 +204,12 @@ class Transfers:
     broken: deque[PeerConnection] = field(default_factory=deque)
     _direct: deque[_PartRead] = field(default_factory=deque)
     _queue: deque[_PartRead] = field(default_factory=deque)
+    # Windows to ask for, by the worker that packs them.
+    _unasked: dict[PackedWindows, deque[_PartRead]] = field(default_factory=dict)
+    # Asked for, or read and not confirmed.
+    _asked: deque[_PartRead] = field(default_factory=deque)
+    # Workers that windows are packed by, each with its connection.
+    _packing: dict[PackedWindows, PeerConnection] = field(default_factory=dict)
     _prefetched: deque[_PartRead] = field(default_factory=deque)
     # These two are in the order in which they are checked.
     _posted: deque[_PartRead] = field(default_factory=deque)
@@ -199,7 +222,7 @@ class Transfers:
 
     def __len__(self) -> int:
         """Return the number of parts, failed ones that are not drained included."""
-        queued = len(self._direct) + len(self._queue) + len(self._prefetched)
+        queued = sum(map(len, self._queues))
         return queued + len(self._posted) + len(self._landed) + len(self._in_doubt)
 
     @property
@@ -210,6 +233,7 @@ class Transfers:
             or self._queue
             or self._prefetched
             or self._landed
+            or self._packing
             or any(not each.unwanted for each in self._posted)
         )
 
@@ -223,20 +247,33 @@ class Transfers:
         """True while reads are in flight, those of failed requests included."""
         return bool(self._posted)
 
-    def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
-        """Choose how to read a leg's selections, and cut them into parts."""
+    def cut(
+        self, leg: PreparedLeg, selections: Sequence[Selection], claim: Claim | None = None
+    ) -> Iterable[Part]:
+        """Choose how to read a leg's selections, and cut them into parts.
+
+        Args:
+            leg: The leg.
+            selections: What to read.
+            claim: The offer; None before it, when nothing is packed.
+        """
         if not selections:
             return ()
         area, staging = self.area, leg.staging
         if area is None or staging is None:
             return (Part(leg, selections),)
-        policy = area.policy
-        if policy and staging.leg.choose(selections, policy) is Strategy.DIRECT:
+        how = staging.leg.choose(selections, area.policy, may_pack=bool(leg.packing and claim))
+        if how is Strategy.DIRECT:
             return (Part(leg, selections),)
-        limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
+        is_packed = how is Strategy.PACKED
+        limit_bytes = min(
+            area.spans.size_bytes // _WINDOWS_PER_ARENA,
+            MAX_PACKED_BYTES if is_packed else _MAX_WINDOW_BYTES,
+        )
+        max_blocks = MAX_PACKED_BLOCKS if is_packed else None
         return (
-            Part(leg, (window.selection,), window)
-            for window in staging.leg.windows(selections, limit_bytes)
+            Part(leg, (window.selection,), window, claim if is_packed else None)
+            for window in staging.leg.windows(selections, limit_bytes, max_blocks)
         )
 
     def start(
@@ -274,6 +311,7 @@ class Transfers:
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
+        self._ask(now_s)
         while self._prefetched and not (self._direct or self._queue):
             first = self._prefetched[0]
             self._queue_of(first.part).append(first)
@@ -285,7 +323,9 @@ class Transfers:
                 return
 
     def _queue_of(self, part: Part) -> deque[_PartRead]:
-        """Return the queue that a part is posted from."""
+        """Return the queue that a part is posted from, or asked for."""
+        if part.claim is not None and part.leg.packing is not None:
+            return self._unasked.setdefault(part.leg.packing.windows, deque())
         return self._direct if part.window is None else self._queue
 
     def give_up(self, reads: RequestReads) -> None:
@@ -312,6 +352,9 @@ class Transfers:
                 fault = f"its connection with {quote(each.part.leg.remote.peer)} was given up"
                 each.reads.fail(PartError(fault))
         self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
+        self._packing = {
+            windows: each for windows, each in self._packing.items() if each.lane is not lane
+        }
 
     def advance(self, now_s: float, budget: Budget = UNLIMITED) -> None:
         """Check the parts under way, and post queued ones.
@@ -322,20 +365,91 @@ class Transfers:
         """
         landed = _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
         copied = _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
-        self.has_moved = bool(landed or copied)
+        packed = self._settle(now_s)
+        self.has_moved = bool(landed or copied or packed)
         self.post(now_s, budget)
+        self._send(now_s)
 
     def close(self) -> None:
         """Wait for copies, and forget all parts. Call it once the connections are closed."""
         if self.area is not None:
-            self.area.scatterer.close()
+            self.area.copier.close()
         for parts in (*self._queues, self._posted, self._landed, self._in_doubt):
             parts.clear()
 
     @property
     def _queues(self) -> tuple[deque[_PartRead], ...]:
         """Queues of parts that are not posted."""
-        return self._direct, self._queue, self._prefetched
+        return self._direct, self._queue, self._prefetched, self._asked, *self._unasked.values()
+
+    def _ask(self, now_s: float) -> None:
+        """Ask for windows while there is room for them, here and where they are packed."""
+        area = self.area
+        for windows, queue in list(self._unasked.items()):
+            while queue:
+                first = queue[0]
+                window, claim, packing = first.part.window, first.part.claim, first.part.leg.packing
+                assert area is not None and window and claim and packing
+                if not windows.serves(now_s):
+                    self._direct += queue
+                    queue.clear()
+                    break
+                if not windows.has_room:
+                    break
+                size_bytes = in_units(window.size_bytes)
+                first.span = first.span or area.spans.allocate(size_bytes, PACK_UNIT_BYTES)
+                if first.span is not None:
+                    self._moved_at_s = now_s
+                    first.packed = windows.ask(claim, packing.leg, window, now_s)
+                    self._packing[windows] = first.connection
+                    self._asked.append(first)
+                elif now_s - self._moved_at_s < _SPAN_WAIT_S:
+                    break
+                else:
+                    self._direct.append(first)
+                queue.popleft()
+            if not queue:
+                del self._unasked[windows]
+
+    def _settle(self, now_s: float) -> int:
+        """See what has become of the windows that were asked for; return how many have moved."""
+        for windows, connection in list(self._packing.items()):
+            self._try(partial(windows.look, now_s), windows, connection)
+        num_moved = 0
+        for _ in range(len(self._asked)):
+            first, state = self._asked[0], self._asked[0].packed and self._asked[0].packed.state
+            if state is PackState.PACKED:
+                self._post(first, now_s, self._asked)
+            elif state is PackState.CONFIRMED and first.span is not None:
+                self._asked.popleft()
+                self._scatter(first, first.span, now_s)
+            elif state is PackState.LOST:
+                self._free(first)
+                self._direct.append(first)
+                self._asked.popleft()
+            else:
+                self._asked.rotate(-1)
+                continue
+            num_moved += 1
+        return num_moved
+
+    def _send(self, now_s: float) -> None:
+        """Tell workers what is asked for and returned, and look at what they have packed."""
+        for windows, connection in list(self._packing.items()):
+            self._try(partial(windows.send, now_s), windows, connection)
+            if not windows.is_busy:
+                del self._packing[windows]
+
+    def _try(
+        self, call: Callable[[], None], windows: PackedWindows, connection: PeerConnection
+    ) -> None:
+        """Have windows take a step; take their connection out if they cannot be reached."""
+        try:
+            call()
+        except TransferError as error:
+            logger.debug("Windows are lost: %s", one_line(error))
+            windows.give_up()
+            self.broken.append(connection)
 
     def _serve_queue(self, now_s: float, budget: Budget) -> None:
         """Post windows in order while there are spans for them."""
@@ -363,12 +477,19 @@ class Transfers:
         part, span = running.part, running.span
         leg, staging, window = part.leg, part.leg.staging, part.window
         try:
-            if span is None:
+            if span is None or window is None:
+                running.strategy = Strategy.DIRECT
                 local, remote = leg.local, leg.remote
                 remote_indices, local_indices = leg.leg.indices(part.selections)
+            elif running.packed is not None:
+                assert leg.packing is not None
+                running.strategy = Strategy.PACKED
+                local, local_indices, remote, remote_indices = leg.packing.windows.lists(
+                    running.packed, window, span
+                )
             else:
-                assert staging is not None and window is not None
-                self._moved_at_s, running.staged = now_s, True
+                assert staging is not None
+                self._moved_at_s, running.strategy = now_s, Strategy.STAGED
                 local, remote = staging.arena, staging.remote
                 remote_indices, local_indices = staging.leg.indices(window, span)
             running.asked = True
@@ -423,6 +544,9 @@ class Transfers:
             self._drain(running)
         elif running.span is None:
             self._arrive(running)
+        elif running.packed is not None:
+            running.packed.state = PackState.READ
+            self._asked.append(running)
         else:
             self._moved_at_s = now_s
             self._scatter(running, running.span, now_s)
@@ -433,7 +557,7 @@ class Transfers:
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
         try:
-            running.copied = area.scatterer.submit(staging.leg.scatter(window, span))
+            running.copied = area.copier.scatter(staging.leg.scatter(window, span))
         except Exception as error:
             # Such as no memory on the device: this fails the request, not the engine.
             fault = f"its bytes could not be put in their places: {one_line(error)}"
@@ -458,8 +582,7 @@ class Transfers:
         """Record that a part has arrived, which drains it."""
         self._free(running)
         if running in running.reads.parts:
-            strategy = Strategy.STAGED if running.staged else Strategy.DIRECT
-            running.reads.arrived.append(Arrived(strategy, running.telemetry))
+            running.reads.arrived.append(Arrived(running.strategy, running.telemetry))
         running.reads.drain(running)
 
     def _drain(self, running: _PartRead) -> None:
@@ -487,7 +610,11 @@ class Transfers:
             queue.extend(kept)
 
     def _free(self, running: _PartRead) -> None:
-        """Return a part's span once nothing can write into it."""
+        """Return a part's span once nothing can write into it, and its window to its holder."""
+        if running.packed is not None:
+            assert running.part.leg.packing is not None
+            running.part.leg.packing.windows.give_back(running.packed)
+            running.packed = None
         if running.span is not None:
             assert self.area is not None
             self.area.spans.free(running.span)

@@ -31,6 +31,7 @@ from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import PreparedTable
+from ...transport.packed_windows import Claim
 from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable
@@ -481,11 +482,14 @@ class ConsumerSide:
             RemoteLayoutError: The blocks do not exist.
         """
         blocks = RequestBlocks(wanted)
+        claim = None
+        if not is_prefetch and wanted.fingerprint is not None:
+            claim = Claim(wanted.remote_request_id, wanted.fingerprint)
         return [
             part
             for leg in connection.legs
             if not (is_prefetch and leg.leg.per_sequence)
-            for part in self._transfers.cut(leg, blocks.select(leg.leg))
+            for part in self._transfers.cut(leg, blocks.select(leg.leg), claim)
         ]
 
     def _prefetch(self, request: IncomingRequest, part: Receive) -> None:

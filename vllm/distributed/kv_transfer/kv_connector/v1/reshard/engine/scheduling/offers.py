@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...protocol.fingerprint import OfferFingerprint, OfferSecret
-from ...protocol.ids import RequestId
+from ...protocol.ids import BlockIds, RequestId
 from ...protocol.messages import Announcement, encode_announcement
 from ...transport.announcements import Announcer, AnnouncerAddress, open_announcer
 from ..metadata import Offer, ReshardConnectorMetadata
@@ -63,6 +63,7 @@ class OfferBook:
         num_blocks: int,
         fingerprint: OfferFingerprint,
         trace_headers: Mapping[str, str] | None = None,
+        block_ids: BlockIds = (),
     ) -> OfferSecret:
         """Offer a request's blocks, which all workers have computed.
 
@@ -71,14 +72,16 @@ class OfferBook:
             num_blocks: Number of blocks, over all KV-cache groups.
             fingerprint: Fingerprint of the blocks' contents.
             trace_headers: Headers that identify the request's trace; None without a trace.
+            block_ids: The blocks, by KV-cache group; none where nothing is packed.
 
         Returns:
             The secret with which the engine that receives the request may give the blocks up.
         """
         secret = secrets.randbits(64)
-        self._offers[request_id] = Offer(fingerprint, 0.0, num_blocks, secret, trace_headers)
+        offer = Offer(fingerprint, 0.0, num_blocks, secret, trace_headers, block_ids)
+        self._offers[request_id] = offer
         self._num_offers += 1
-        self.announce(Announcement(self._num_offers, request_id, fingerprint))
+        self.announce(Announcement(self._num_offers, request_id, fingerprint, block_ids))
         return secret
 
     def announce(self, announcement: Announcement) -> None:

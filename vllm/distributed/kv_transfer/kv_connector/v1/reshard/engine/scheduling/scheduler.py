@@ -612,7 +612,11 @@ class ReshardScheduler(NixlConnectorScheduler):
                 params["remote_adapter"] = adapter
             fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
-                request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
+                request.request_id,
+                sum(map(len, block_ids)),
+                fingerprint,
+                request.trace_headers,
+                () if self._settings.packing_arena_bytes == 0 else params["remote_block_ids"],
             )
             params["remote_secret"] = write_secret(secret)
             first_token = self.first_tokens.of_offer(request)

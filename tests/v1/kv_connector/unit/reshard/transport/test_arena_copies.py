@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies out of an arena; what they copy is judged in `test_staging`."""
+"""The copies between an arena and a cache; what they copy is judged in `test_staging`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
-    Scatterer,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import (
+    ArenaCopier,
     device_memory,
     host_memory,
-    make_copy,
+    scatter,
 )
 
 
-def pieces(dst: torch.Tensor, targets: list[int]) -> Scatter:
+def pieces(dst: torch.Tensor, targets: list[int]) -> ArenaCopy:
     """A copy of pieces of 8 bytes from the arena's beginning to these places."""
-    return Scatter(
+    return ArenaCopy(
         8 * np.arange(len(targets)),
         dst.data_ptr() + np.array(targets),
         num_heads=1,
         num_slots=1,
         slot_bytes=8,
-        src_strides_bytes=(0, 0),
-        dst_strides_bytes=(0, 0),
+        arena_strides_bytes=(0, 0),
+        cache_strides_bytes=(0, 0),
     )
 
 
@@ -38,7 +38,7 @@ def test_caches_may_lie_anywhere(memory_of):
     caches = [torch.zeros(4096, dtype=torch.uint8) for _ in range(3)]
     base = caches[0]
     targets = [(cache.data_ptr() - base.data_ptr()) + 16 * n for n, cache in enumerate(caches)]
-    make_copy(pieces(base, targets), arena, memory_of(caches))
+    scatter(pieces(base, targets), arena, memory_of(caches))
     for number, cache in enumerate(caches):
         expected = torch.zeros_like(cache)
         expected[16 * number : 16 * number + 8] = arena[8 * number : 8 * number + 8]
@@ -48,10 +48,10 @@ def test_caches_may_lie_anywhere(memory_of):
 def test_copy_on_the_host_is_made_when_it_is_submitted():
     """There is nothing to wait for; one to a place outside of the caches fails alone."""
     arena, cache = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    copies = Scatterer(arena, [cache])
+    copies = ArenaCopier(arena, [cache])
     with pytest.raises(IndexError):
-        copies.submit(pieces(cache, [1 << 40]))
-    assert copies.submit(pieces(cache, [8])) is None
+        copies.scatter(pieces(cache, [1 << 40]))
+    assert copies.scatter(pieces(cache, [8])) is None
     assert cache[8:16].tolist() == list(range(8))
     copies.close()
 
@@ -60,7 +60,7 @@ def test_memory_is_kept_for_as_long_as_copies_may_be_made():
     """No copy writes into memory that has another owner by then."""
     cache = torch.zeros(64, dtype=torch.uint8)
     kept = weakref.ref(cache)
-    copies = Scatterer(torch.zeros(64, dtype=torch.uint8), [cache])
+    copies = ArenaCopier(torch.zeros(64, dtype=torch.uint8), [cache])
     del cache
     assert kept() is not None
     del copies

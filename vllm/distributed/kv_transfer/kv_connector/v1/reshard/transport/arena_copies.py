@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between an arena and the KV cache.
+
+A *scatter* puts what was read into an arena in its places in the cache, a *gather* puts what is to
+be read from the cache into an arena. Either takes one indexed copy per stretch of memory that holds
+the KV cache. On a device it is one copy per allocation, on a stream of its own, so that no thread
+waits for it. On the host it is a single copy, which the connector's thread makes itself; it holds
+the GIL only at its start and its end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..memory.staging import ArenaCopy
+
+_WORDS = {
+    16: torch.complex128,
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.int8,
+}
+"""Types that are copied bit for bit, by size in bytes: the widest that fits is the fastest."""
+
+
+class ArenaCopier:
+    """Makes copies, one after the other.
+
+    Belongs to the connector's thread, which has the arena's device selected.
+
+    Args:
+        arena: The arena; uint8, contiguous.
+        caches: Tensors of the KV cache, on the arena's device.
+    """
+
+    def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
+        self._arena = arena
+        # Of the lowest priority, which is the default.
+        self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
+        # Host memory is referred to by address, which does not keep it.
+        self._caches = list(caches)
+        self._memories = (host_memory if self._stream is None else device_memory)(self._caches)
+
+    def scatter(self, copy: ArenaCopy) -> torch.cuda.Event | None:
+        """Copy from the arena to the cache, on the host, or queue that on the device.
+
+        Returns:
+            An event that is recorded after the copy; None if it has been made.
+
+        Raises:
+            Exception: It could not be made, and writes nothing any more.
+        """
+        return self._make(scatter, copy)
+
+    def gather(self, copy: ArenaCopy) -> torch.cuda.Event | None:
+        """Copy from the cache to the arena; as `scatter`."""
+        return self._make(gather, copy)
+
+    def close(self) -> None:
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _make(self, make: Callable[..., None], copy: ArenaCopy) -> torch.cuda.Event | None:
+        if self._stream is None:
+            make(copy, self._arena, self._memories)
+            return None
+        # Kernels of earlier steps that used the blocks have ended: a read waited for them, and an
+        # offer is made when its step has ended.
+        try:
+            with torch.cuda.stream(self._stream):
+                make(copy, self._arena, self._memories)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        except Exception:
+            # Some of it may still run, and its span will be reused.
+            self._stream.synchronize()
+            raise
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStretch:
+    """A stretch of memory.
+
+    Attributes:
+        address: Its first address.
+        flat: All of its bytes; uint8.
+    """
+
+    address: int
+    flat: torch.Tensor
+
+
+def host_memory(caches: Iterable[torch.Tensor]) -> tuple[MemoryStretch, ...]:
+    """Return the host memory from the first cache to the last, including any gaps between them.
+
+    The gaps are never touched. A copy for each allocation would wait for the GIL each time.
+    """
+    flats = [_flat(each) for each in caches]
+    start = min(flat.data_ptr() for flat in flats)
+    start -= start % max(_WORDS)
+    stop = max(flat.data_ptr() + flat.nbytes for flat in flats)
+    size_bytes = stop - start
+    buffer = (ctypes.c_uint8 * size_bytes).from_address(start)
+    return (MemoryStretch(start, torch.frombuffer(buffer, dtype=torch.uint8)),)
+
+
+def device_memory(caches: Iterable[torch.Tensor]) -> tuple[MemoryStretch, ...]:
+    """Return every allocation that holds a cache, sorted by address."""
+    flats = {flat.data_ptr(): flat for flat in map(_flat, caches)}
+    return tuple(MemoryStretch(address, flats[address]) for address in sorted(flats))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the allocation that holds a tensor."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def scatter(copy: ArenaCopy, arena: torch.Tensor, memories: Sequence[MemoryStretch]) -> None:
+    """Copy all chunks from an arena to the cache, with one copy per memory."""
+    for part in _by_memory(copy, memories):
+        values = part.regular(arena)
+        if values is None:
+            values = part.in_arena(arena).index_select(0, part.arena_indices)
+        part.in_cache().index_copy_(0, part.cache_indices, values)
+
+
+def gather(copy: ArenaCopy, arena: torch.Tensor, memories: Sequence[MemoryStretch]) -> None:
+    """Copy all chunks from the cache to an arena, with one copy per memory."""
+    for part in _by_memory(copy, memories):
+        values = part.regular(arena)
+        # Torch copies once only into what is contiguous.
+        if values is not None and (order := _contiguous_order(values)) is not None:
+            chosen = part.in_cache().permute(order)
+            torch.index_select(chosen, 0, part.cache_indices, out=values.permute(order))
+        else:
+            found = part.in_cache().index_select(0, part.cache_indices)
+            part.in_arena(arena).index_copy_(0, part.arena_indices, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The chunks of a copy in one stretch of memory."""
+
+    copy: ArenaCopy
+    memory: MemoryStretch
+    arena_offsets: np.ndarray
+    cache_offsets: np.ndarray
+    word_bytes: int
+
+    @property
+    def arena_indices(self) -> torch.Tensor:
+        return self._indices(self.arena_offsets)
+
+    @property
+    def cache_indices(self) -> torch.Tensor:
+        return self._indices(self.cache_offsets)
+
+    def in_arena(self, arena: torch.Tensor) -> torch.Tensor:
+        return self._chunks(arena, self.copy.arena_strides_bytes, 0, self.word_bytes)
+
+    def in_cache(self) -> torch.Tensor:
+        return self._chunks(self.memory.flat, self.copy.cache_strides_bytes, 0, self.word_bytes)
+
+    def regular(self, arena: torch.Tensor) -> torch.Tensor | None:
+        """View the arena as these chunks, in their order; None unless equal steps part them."""
+        offsets = self.arena_offsets
+        step = int(offsets[1] - offsets[0]) if len(offsets) > 1 else self.word_bytes
+        if step <= 0 or (np.diff(offsets) != step).any():
+            return None
+        strides = self.copy.arena_strides_bytes
+        return self._chunks(arena, strides, int(offsets[0]), step)[: len(offsets)]
+
+    def _chunks(
+        self,
+        flat: torch.Tensor,
+        strides_bytes: tuple[int, int],
+        first_bytes: int,
+        step_bytes: int,
+    ) -> torch.Tensor:
+        """View memory as chunks that begin every `step_bytes`, as many as fit.
+
+        Chunks longer than a step overlap. Shape (chunks, heads, slots, words).
+        """
+        copy, word_bytes = self.copy, self.word_bytes
+        head_stride_bytes, slot_stride_bytes = strides_bytes
+        extent_bytes = (
+            (copy.num_heads - 1) * head_stride_bytes
+            + (copy.num_slots - 1) * slot_stride_bytes
+            + copy.slot_bytes
+        )
+        count = (len(flat) - first_bytes - extent_bytes) // step_bytes + 1
+        words = flat[: len(flat) // word_bytes * word_bytes].view(_WORDS[word_bytes])
+        sizes = (count, copy.num_heads, copy.num_slots, copy.slot_bytes // word_bytes)
+        strides_bytes_of_all = (step_bytes, head_stride_bytes, slot_stride_bytes, word_bytes)
+        strides = [stride // word_bytes for stride in strides_bytes_of_all]
+        return words.as_strided(sizes, strides, first_bytes // word_bytes)
+
+    def _indices(self, offsets: np.ndarray) -> torch.Tensor:
+        indices = torch.from_numpy(offsets // self.word_bytes)
+        return indices.to(self.memory.flat.device, non_blocking=True)
+
+
+def _by_memory(copy: ArenaCopy, memories: Sequence[MemoryStretch]) -> Iterator[_Part]:
+    """Part a copy's chunks by the stretch of memory that they are in."""
+    starts = np.array([memory.address for memory in memories])
+    memory_indices = np.searchsorted(starts, copy.addresses, side="right") - 1
+    for memory_index in np.unique(memory_indices).tolist():
+        memory, chosen = memories[memory_index], np.flatnonzero(memory_indices == memory_index)
+        arena_offsets = copy.arena_offsets[chosen]
+        cache_offsets = copy.addresses[chosen] - memory.address
+        # The widest words that divide all sizes, strides and offsets.
+        word_bytes = math.gcd(
+            max(_WORDS),
+            copy.slot_bytes,
+            *copy.arena_strides_bytes,
+            *copy.cache_strides_bytes,
+            int(np.gcd.reduce(arena_offsets)),
+            int(np.gcd.reduce(cache_offsets)),
+        )
+        yield _Part(copy, memory, arena_offsets, cache_offsets, word_bytes)
+
+
+def _contiguous_order(chunks: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of axes in which chunks are contiguous: heads or slots first, or None."""
+    orders = (0, 1, 2, 3), (0, 2, 1, 3)
+    return next((each for each in orders if chunks.permute(each).is_contiguous()), None)

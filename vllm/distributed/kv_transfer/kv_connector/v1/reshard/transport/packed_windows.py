@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The windows that another engine's worker packs for this one. See `protocol.packing`.
+
+Everything here belongs to the connector's thread of the reading worker.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ..errors import TransferError
+from ..memory.arena import Span
+from ..memory.leg import Indices
+from ..memory.packing import PACK_UNIT_BYTES, PackedLeg, in_units
+from ..memory.staging import Window
+from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.ids import RequestId
+from ..protocol.messages import Pack, PackEntry, encode_notification
+from ..protocol.packing import key_of, places
+from ..protocol.quoting import quote
+from .agent import Prepared, Transfer, TransferState
+from .row_buffer import Reads, RowBuffer, RowRead
+
+MOST_ASKED_AT_ONCE = 8
+"""Windows of one worker that are asked for and not returned: some are packed while others are read.
+With 2 instead, reads over shared memory take 1.3 times as long."""
+
+MAX_PACKED_BYTES = 4 << 20
+"""Size of a window: large enough to take a transport's full speed, and gathered in a millisecond."""
+
+MAX_PACKED_BLOCKS = 1024
+"""Blocks of a window, whose ids a notification carries."""
+
+#: interval packed: a window is read direct, as it was not packed.
+PACKED_WITHIN_S = 0.1
+"""How long a window is waited for."""
+
+_LOOK_HANGS_S = 1.0
+"""How long a look may take until all windows are read direct."""
+
+_DIRECT_FOR_S = 1.0
+"""How long nothing more is asked of a worker that has not packed a window in time."""
+
+
+class PackState(Enum):
+    """Where a window is.
+
+    Attributes:
+        ASKED: Asked for.
+        PACKED: In the holder's arena, and may be read.
+        READ: It was read.
+        CONFIRMED: It was read, and was the window for as long as that took.
+        LOST: It is to be read direct.
+    """
+
+    ASKED = "asked"
+    PACKED = "packed"
+    READ = "read"
+    CONFIRMED = "confirmed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An offer, as its reader knows it.
+
+    Attributes:
+        request_id: The producer's id of the request.
+        fingerprint: Fingerprint of the offer.
+    """
+
+    request_id: RequestId
+    fingerprint: OfferFingerprint
+
+
+@dataclass(slots=True, eq=False)
+class PackedWindow:
+    """A window that was asked for.
+
+    Attributes:
+        ticket: Its number.
+        key: Key of its row in the holder's table.
+        lost_at_s: When it is no longer waited for.
+        state: Where it is.
+        place: Where it lies in the holder's arena, in units, once it is packed.
+    """
+
+    ticket: int
+    key: int
+    lost_at_s: float
+    state: PackState = PackState.ASKED
+    place: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Look:
+    """A read of the holder's table.
+
+    Attributes:
+        read: The read.
+        hangs_at_s: When its windows are lost.
+        has_read: Windows that had been read when it was posted.
+    """
+
+    read: RowRead
+    hangs_at_s: float
+    has_read: frozenset[PackedWindow]
+
+
+class PackedWindows:
+    """Asks one worker of another engine to pack windows, and follows them.
+
+    Each poll first calls `look`, then `send`.
+
+    Args:
+        buffer: Buffer that the worker's table is read into.
+        reads: Connection with the worker's engine.
+        table: The worker's table.
+        arena: The worker's arena, in units.
+        local: Our arena, in units.
+        notify: Sends the worker a message; raises `TransferError`.
+    """
+
+    def __init__(
+        self,
+        buffer: RowBuffer,
+        reads: Reads,
+        table: Prepared,
+        arena: Prepared,
+        local: Prepared,
+        notify: Callable[[bytes], None],
+    ) -> None:
+        self._buffer = buffer
+        self._reads = reads
+        self._table = table
+        self._arena = arena
+        self._local = local
+        self._notify = notify
+        self._name = os.urandom(16)
+        self._num_asked = 0
+        self._windows: dict[PackedWindow, None] = {}
+        self._look: _Look | None = None
+        self._asked: list[PackEntry] = []
+        self._returned: list[int] = []
+        self._asks_again_at_s = -math.inf
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a window is waited for, or a look or a message is under way."""
+        return bool(self._windows or self._look or self._asked or self._returned)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another window may be asked for now."""
+        return len(self._windows) < MOST_ASKED_AT_ONCE
+
+    def serves(self, now_s: float) -> bool:
+        """Return whether the worker has packed in time of late."""
+        return now_s >= self._asks_again_at_s
+
+    def ask(self, claim: Claim, leg: PackedLeg, window: Window, now_s: float) -> PackedWindow:
+        """Ask for a window; `advance` sends that."""
+        ticket = self._num_asked
+        self._num_asked += 1
+        print_, slice_, selection = claim.fingerprint, leg.slice, window.selection
+        self._asked.append(
+            PackEntry(
+                ticket,
+                claim.request_id,
+                print_.num_tokens,
+                print_.content,
+                print_.blocks,
+                slice_.head_offset,
+                slice_.num_heads,
+                slice_.slot_offset_bytes,
+                slice_.slot_bytes,
+                slice_.token_major,
+                leg.planes[selection.planes].astype("<u2").tobytes(),
+                selection.overlap.src_blocks.astype("<u4").tobytes(),
+            )
+        )
+        asked = PackedWindow(ticket, key_of(self._name, ticket), now_s + PACKED_WITHIN_S)
+        self._windows[asked] = None
+        return asked
+
+    def lists(
+        self, asked: PackedWindow, window: Window, span: Span
+    ) -> tuple[Prepared, Indices, Prepared, Indices]:
+        """Return what to read a packed window with: lists and indices, local and remote."""
+        count = in_units(window.size_bytes) // PACK_UNIT_BYTES
+        first = span.start_bytes // PACK_UNIT_BYTES
+        local = np.arange(first, first + count, dtype=np.int32)
+        remote = np.arange(asked.place, asked.place + count, dtype=np.int32)
+        return self._local, local, self._arena, remote
+
+    def give_back(self, asked: PackedWindow) -> None:
+        """Return a window's room to the holder; a second call changes nothing."""
+        if self._windows.pop(asked, self) is None:
+            self._returned.append(asked.ticket)
+
+    def look(self, now_s: float) -> None:
+        """Take note of what the last look has found, and of windows that took too long.
+
+        Raises:
+            TransferError: The worker cannot be read from.
+        """
+        self._finish_look(now_s)
+        for each in self._windows:
+            if each.state is PackState.ASKED and now_s >= each.lost_at_s:
+                each.state = PackState.LOST
+                self._asks_again_at_s = max(self._asks_again_at_s, now_s + _DIRECT_FOR_S)
+
+    def send(self, now_s: float) -> None:
+        """Send what is asked for and returned, and begin the next look.
+
+        Raises:
+            TransferError: The worker cannot be reached.
+        """
+        # A message for each window, as its blocks take some kilobytes.
+        while self._asked or self._returned:
+            pack = Pack(self._name, self._asked[:1], self._returned[:256])
+            self._notify(encode_notification(pack))
+            del self._asked[:1], self._returned[:256]
+        if self._look is None and self._windows and self._buffer.num_free:
+            read = self._buffer.post(self._reads, self._table, [0])
+            has_read = (each for each in self._windows if each.state is PackState.READ)
+            self._look = _Look(read, now_s + _LOOK_HANGS_S, frozenset(has_read))
+
+    def give_up(self) -> None:
+        """Take all windows for lost, and ask for no more: the worker cannot be reached."""
+        for each in self._windows:
+            each.state = PackState.LOST
+        self._windows.clear()
+        self._asked.clear()
+        self._returned.clear()
+        self._asks_again_at_s = math.inf
+
+    def _finish_look(self, now_s: float) -> None:
+        """Take note of what a look has found.
+
+        Raises:
+            TransferError: It has failed.
+        """
+        look = self._look
+        if look is None:
+            return
+        state = self._reads.poll(look.read.transfer)
+        if state is TransferState.IN_FLIGHT:
+            if now_s >= look.hangs_at_s:
+                # It is polled on until it ends.
+                self.give_up()
+            return
+        self._look = None
+        if state is not TransferState.DONE:
+            raise TransferError(f"the windows of {quote(self._table.peer)} could not be looked up")
+        found = places(self._buffer.landed(look.read))
+        self._buffer.free(self._reads, look.read)
+        for each in self._windows:
+            place = found.get(each.key)
+            if each.state is PackState.ASKED and place is not None:
+                each.state, each.place = PackState.PACKED, place
+            elif each.state is PackState.READ and each in look.has_read:
+                each.state = PackState.CONFIRMED if place == each.place else PackState.LOST
