@@ -105,8 +105,9 @@ PACK = Pack(
             3,
             "cmpl-a1-0",
             *(OFFER.num_tokens, OFFER.content, OFFER.blocks),
-            *(2, 1, 0, 64, True),
+            *(2, 1, 64, True),
             b"\x01\x00\x03\x00",
+            b"\x00\x00\x00\x00\x40\x00\x00\x00",
             b"\x05\x00\x00\x00\x09\x00\x00\x00",
         )
     ],

@@ -27,26 +27,47 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     blocks_of,
     sequence_of,
 )
-from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
+from tests.v1.kv_connector.unit.reshard.transport.sources import (
+    PackingRank,
+    Source,
+    SourceProcess,
+)
 from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows, side_by_side
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import (
+    PACK_UNIT_BYTES,
+    PackedCache,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+    StagingPolicy,
+    Strategy,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import TABLE_BYTES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Prepared,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
+    Claim,
+    PackedWindows,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
+    PreparedPacking,
     PreparedStaging,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
     StagingArea,
     open_area,
@@ -116,7 +137,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int], tuple[int, int], int, dict]] = {
     ),
 }
 
-ARENAS = {"direct": 0, "staged": 1 << 20}
+ARENAS = {"direct": 0, "staged": 1 << 20, "packed": 1 << 20}
+POLICIES = {"packed": StagingPolicy(packs_all=True)}
 
 OF_ALL_TRANSPORTS = (
     *("TP2 to TP3", "TP8 replicated to TP2", "PP2 TP3 to PP3 TP2"),
@@ -128,9 +150,15 @@ OF_ALL_TRANSPORTS = (
 class Sources:
     """The source ranks of one test."""
 
-    def __init__(self, sources: list[Source], unchanged: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        sources: list[Source],
+        unchanged: Callable[[], bool],
+        serve: Callable[[], None] = lambda: None,
+    ) -> None:
         self.by_rank = {source.rank: source for source in sources}
         self.unchanged = unchanged
+        self.serve = serve
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +193,18 @@ def hold_here(make_agent: Callable[[], Agent]) -> Hold:
         ranks = [Rank(shard, form, make_agent()) for shard in shards]
         for rank in ranks:
             rank.fill(sequence, blocks)
-        sources = [Source(rank.shard.rank, rank.cache, rank.agent.metadata()) for rank in ranks]
+        held = [PackingRank(rank, blocks) for rank in ranks]
+
+        def serve() -> None:
+            for each in held:
+                each.serve()
+
         return Sources(
-            sources,
+            [each.source for each in held],
             lambda: all(
                 np.array_equal(rank.bytes(), rank.expected(sequence, blocks)) for rank in ranks
             ),
+            serve,
         )
 
     return hold
@@ -206,7 +240,7 @@ def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
     return make_device_agent, hold_here(make_device_agent), "cuda"
 
 
-@pytest.mark.parametrize("arena_bytes", ARENAS.values(), ids=ARENAS.keys())
+@pytest.mark.parametrize("strategy", ARENAS)
 @pytest.mark.parametrize(
     ("transport", "layout"),
     [
@@ -217,9 +251,9 @@ def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
     ],
     indirect=["transport"],
 )
-def test_kv_arrives_byte_for_byte(transport, layout, arena_bytes):
+def test_kv_arrives_byte_for_byte(transport, layout, strategy):
     """Each rank has the bytes of its own layers and heads; all others are what they were."""
-    assert_arrives(transport, layout, arena_bytes)
+    assert_arrives(transport, layout, ARENAS[strategy], POLICIES.get(strategy))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -228,7 +262,7 @@ def test_kv_arrives_in_windows(layout):
     assert_arrives((make_memory_agent, hold_here(make_memory_agent), "cpu"), layout, 48 << 10)
 
 
-def assert_arrives(transport, layout, arena_bytes):
+def assert_arrives(transport, layout, arena_bytes, policy=None):
     """Carry out a plan, and compare all bytes of all ranks."""
     make_agent, hold, device = transport
     src_mesh, dst_mesh, num_heads, extra = layout
@@ -248,7 +282,7 @@ def assert_arrives(transport, layout, arena_bytes):
     assert verify_plan(src, dst, plan) == []
     for shard in dst:
         rank = Rank(shard, dst_form, make_agent())
-        area = open_area([rank.tensor], arena_bytes)
+        area = open_area([rank.tensor], arena_bytes, policy=policy)
         if area is not None:
             rank.agent.register([area.region])
         run_reads(plan.reads_of(shard.rank), rank, area, sources, (src_blocks, dst_blocks))
@@ -274,7 +308,23 @@ def run_reads(
     def prepare(rows: Rows, peer: str | None = None) -> Prepared:
         return agent.prepare(rows, peer)
 
+    packed: dict[str, PackedWindows] = {}
+    if area is not None and area.policy is not None:
+        looks = RowBuffer(agent, 2, TABLE_BYTES // 8)
+        local = prepare(area.rows(PACK_UNIT_BYTES))
+        for source, name in names.items():
+            at = sources.by_rank[source].packing
+            count, device_id = at.arena_bytes // PACK_UNIT_BYTES, rank.cache.device_id
+            packed[name] = PackedWindows(
+                looks,
+                agent,
+                agent.prepare(side_by_side(at.table, TABLE_BYTES, 0, 1), name, "DRAM"),
+                prepare(side_by_side(at.arena, PACK_UNIT_BYTES, device_id, count), name),
+                local,
+                partial(agent.notify, name),
+            )
     transfers, parts = Transfers(area), []
+    claim = Claim("request", OfferFingerprint(1, 2, 3))
     for read in reads:
         src, peer = sources.by_rank[read.src_rank].cache, names[read.src_rank]
         for leg in lower_read(read, src, rank.cache):
@@ -284,15 +334,20 @@ def run_reads(
                 prepare(area.rows(staged.descriptor_bytes)),
                 prepare(staged.src.rows, peer),
             )
-            prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
-            parts += transfers.cut(prepared, select(leg, *blocks))
+            packing = None
+            if peer in packed:
+                packing = PreparedPacking(PackedCache(src).lower(staged), packed[peer])
+            lists = prepare(leg.dst.rows), prepare(leg.src.rows, peer)
+            prepared = PreparedLeg(leg, *lists, staging, packing)
+            parts += transfers.cut(prepared, select(leg, *blocks), claim)
     # No time passes, so that no window loses its patience and goes direct.
     request = RequestReads("request")
     transfers.start(request, parts, agent)
-    wait_until(lambda: transfers.advance(now_s=0.0) or not request.parts)
+    wait_until(lambda: sources.serve() or transfers.advance(now_s=0.0) or not request.parts)
     assert request.error is None and len(request.arrived) == len(parts)
     if area is not None:
-        assert {each.strategy for each in request.arrived} <= {Strategy.STAGED}
+        how = Strategy.PACKED if packed else Strategy.STAGED
+        assert {each.strategy for each in request.arrived} <= {how}
         assert area.spans.free_bytes == area.spans.size_bytes
     transfers.close()
 

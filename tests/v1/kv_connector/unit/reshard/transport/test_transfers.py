@@ -426,7 +426,7 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
 def test_copy_on_the_host_is_made_once_its_window_has_landed(one_window_parts):
     """Its span is free at once: more windows than fit are read in one call."""
     transfers, agent, copies = make(2)
-    copies.submit = lambda scatter: None
+    copies.scatter = lambda scatter: None
     agent.ends_at_once = True
     start(transfers, "r", one_window_parts, agent, 0.0)
     assert transfers.area.spans.free_bytes == 2 * PLANE_BYTES
@@ -467,7 +467,7 @@ def test_copy_that_cannot_be_made_fails_its_part_only(one_window_parts):
     def refuse(scatter):
         raise RuntimeError("out of memory")
 
-    copies.submit = refuse
+    copies.scatter = refuse
     start(transfers, "r", one_window_parts, agent, 0.0)
     agent.states[1] = TransferState.DONE
     failed, ended = transfers.look(0.0)

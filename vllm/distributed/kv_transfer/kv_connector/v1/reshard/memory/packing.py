@@ -45,15 +45,12 @@ class Slice:
     Attributes:
         head_offset: Position of its first head in the page.
         num_heads: Number of heads.
-        slot_offset_bytes: Where it begins in each slot: not 0 for the values of a slot that has
-            keys before.
         slot_bytes: Its size in each slot.
         token_major: Whether its tokens vary slowest in the arena, and not its heads.
     """
 
     head_offset: int
     num_heads: int
-    slot_offset_bytes: int
     slot_bytes: int
     token_major: bool
 
@@ -65,10 +62,13 @@ class PackedLeg:
     Attributes:
         slice: The slice.
         planes: The leg's planes, by their positions at the holder.
+        slot_offsets_bytes: Where the slice begins in a slot of each plane: not 0 for the values of
+            slots that have keys before; shape (planes,), int64.
     """
 
     slice: Slice
     planes: Positions
+    slot_offsets_bytes: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Gather:
     Attributes:
         plane: A plane of the shape that all have, with the slice's part of each slot.
         slice: The slice of each page.
-        addresses: Address of block 0 of each plane; shape (planes,), int64.
+        addresses: Address of the slice's first slot in block 0 of each plane, but for its first
+            head; shape (planes,), int64.
         block_ids: Blocks in the order of the window; shape (blocks,), int64.
         group: The planes' KV-cache group.
         blocks_per_id: Number of blocks that one of the scheduler's block ids stands for.
@@ -158,24 +159,31 @@ class PackedCache:
         slice_ = Slice(
             staged.leg.src_head_offset,
             staged.leg.num_heads,
-            int(sources[0] - self._addresses[planes[0]]),
             staged.slice.slot_bytes,
             token_major=staged.slice.slot_stride_bytes > staged.slice.slot_bytes,
         )
-        return PackedLeg(slice_, planes)
+        return PackedLeg(slice_, planes, sources - self._addresses[planes])
 
-    def check(self, slice_: Slice, planes: Positions, block_ids: Positions) -> Gather:
+    def check(
+        self,
+        slice_: Slice,
+        planes: Positions,
+        slot_offsets_bytes: npt.NDArray[np.int64],
+        block_ids: Positions,
+    ) -> Gather:
         """Check what a reader asks for.
 
         Args:
             slice_: The slice.
             planes: Positions of the planes.
+            slot_offsets_bytes: Where the slice begins in a slot of each plane; same shape.
             block_ids: Blocks in the order of the window; shape (blocks,).
 
         Raises:
             RemoteLayoutError: There is no such plane, slice or block.
         """
-        if not len(planes) or not len(block_ids) or int(planes.max()) >= len(self._planes):
+        is_whole = len(planes) == len(slot_offsets_bytes) > 0 and len(block_ids) > 0
+        if not is_whole or int(planes.max()) >= len(self._planes):
             raise RemoteLayoutError(
                 f"a window of {len(block_ids)} blocks in {len(planes)} planes is asked for, of "
                 f"this worker's {len(self._planes)}: {_REMEDY}"
@@ -186,7 +194,7 @@ class PackedCache:
                 f"a window of {len(planes)} planes is asked for, which differ: {_REMEDY}"
             )
         head_stop = slice_.head_offset + slice_.num_heads
-        slot_stop_bytes = slice_.slot_offset_bytes + slice_.slot_bytes
+        slot_stop_bytes = int(slot_offsets_bytes.max()) + slice_.slot_bytes
         if head_stop > plane.num_heads or slot_stop_bytes > plane.slot_bytes:
             raise RemoteLayoutError(
                 f"heads up to {head_stop} and bytes up to {slot_stop_bytes} of a slot are asked "
@@ -202,7 +210,7 @@ class PackedCache:
         return Gather(
             replace(plane, slot_bytes=slice_.slot_bytes),
             slice_,
-            self._addresses[planes] + slice_.slot_offset_bytes,
+            self._addresses[planes] + slot_offsets_bytes,
             block_ids,
             layer.group,
             layer.blocks_per_id,

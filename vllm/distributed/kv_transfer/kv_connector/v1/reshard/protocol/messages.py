@@ -195,13 +195,14 @@ class PackEntry(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: With `content` and `blocks`, the fingerprint of the offer.
         content: See `OfferFingerprint`.
         blocks: See `OfferFingerprint`.
-        head_offset: With the next four, the `Slice` of each page.
+        head_offset: With the next three, the `Slice` of each page.
         num_heads: See `Slice`.
-        slot_offset_bytes: See `Slice`.
         slot_bytes: See `Slice`.
         token_major: See `Slice`.
-        planes: Positions of the planes in the producer's description, as 16-bit numbers.
-        block_ids: Blocks in the order of the window, as 32-bit numbers; little-endian, both.
+        planes: Positions of the planes in the producer's description, as 16-bit numbers; these and
+            the next are little-endian.
+        slot_offsets: Where the slice begins in a slot of each plane, in bytes, as 32-bit numbers.
+        block_ids: Blocks in the order of the window, as 32-bit numbers.
     """
 
     ticket: Annotated[int, Meta(ge=0)]
@@ -211,10 +212,10 @@ class PackEntry(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     head_offset: Annotated[int, Meta(ge=0, lt=1 << 20)]
     num_heads: Annotated[int, Meta(ge=1, lt=1 << 20)]
-    slot_offset_bytes: Annotated[int, Meta(ge=0, lt=1 << 32)]
     slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 32)]
     token_major: bool
     planes: Annotated[bytes, Meta(min_length=2, max_length=1 << 13)]
+    slot_offsets: Annotated[bytes, Meta(min_length=4, max_length=1 << 14)]
     block_ids: Annotated[bytes, Meta(min_length=4, max_length=1 << 13)]
 
     @property

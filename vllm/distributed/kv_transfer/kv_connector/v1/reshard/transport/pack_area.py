@@ -148,21 +148,22 @@ class PackArea:
         block_ids = offered(entry)
         if block_ids is None:
             return None
-        if len(entry.planes) % 2 or len(entry.block_ids) % 4:
+        sizes = len(entry.planes), len(entry.slot_offsets), len(entry.block_ids)
+        if sizes[0] % 2 or sizes[1] % 4 or sizes[2] % 4:
             raise RemoteLayoutError(
-                f"a window has {len(entry.planes)} bytes of planes and {len(entry.block_ids)} of "
+                f"a window has {sizes[0]} bytes of planes, {sizes[1]} of offsets and {sizes[2]} of "
                 "blocks: run the same build of the connector on both engines"
             )
         slice_ = Slice(
             entry.head_offset,
             entry.num_heads,
-            entry.slot_offset_bytes,
             entry.slot_bytes,
             token_major=entry.token_major,
         )
         planes = np.frombuffer(entry.planes, dtype="<u2").astype(np.int64)
+        slot_offsets = np.frombuffer(entry.slot_offsets, dtype="<u4").astype(np.int64)
         wanted = np.frombuffer(entry.block_ids, dtype="<u4").astype(np.int64)
-        gather = self._cache.check(slice_, planes, wanted)
+        gather = self._cache.check(slice_, planes, slot_offsets, wanted)
         ids = block_ids[gather.group] if gather.group < len(block_ids) else ()
         if not np.isin(wanted // gather.blocks_per_id, np.array(ids, dtype=np.int64)).all():
             raise RemoteLayoutError(

@@ -178,10 +178,10 @@ class PackedWindows:
                 print_.blocks,
                 slice_.head_offset,
                 slice_.num_heads,
-                slice_.slot_offset_bytes,
                 slice_.slot_bytes,
                 slice_.token_major,
                 leg.planes[selection.planes].astype("<u2").tobytes(),
+                leg.slot_offsets_bytes[selection.planes].astype("<u4").tobytes(),
                 selection.overlap.src_blocks.astype("<u4").tobytes(),
             )
         )
