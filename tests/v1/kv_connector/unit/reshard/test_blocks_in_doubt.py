@@ -442,7 +442,7 @@ def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
     side.take_stats()
     after = [sizes(each) for each in (side, *d.connectors)]
     # vLLM may tell of it once more.
-    before[0]["ReshardScheduler._readers._ended"] += 1
+    before[0]["ReshardScheduler._reads._ended"] += 1
     assert after == before
 
 

@@ -298,7 +298,7 @@ def test_parked_requests_cost_a_step_nothing(pair):
     for number in range(200):
         d.serving.add(f"cmpl-w{number}-0-aaaaaaaa", coordinates(p, remote_request_id=f"w{number}"))
     d.step()
-    assert not d.serving.scheduler.requests and len(scheduler_of(d)._parking) == 200
+    assert not d.serving.scheduler.requests and len(scheduler_of(d)._reads) == 200
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])

@@ -39,7 +39,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry
     window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.remote_reads import (
+    RemoteReads,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
 )
@@ -264,7 +266,7 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
     has_windows = bool(window_groups(scheduler.kv_cache_config))
     scheduler._counts = TokenCounts((16,), frozenset(), has_windows)
-    scheduler._parking, scheduler._block_pool = Parking(Subscriber(print), 0, 0), None
+    scheduler._reads, scheduler._block_pool = RemoteReads(Subscriber(print), None, print), None
     request = SimpleNamespace(
         request_id="d",
         num_tokens=NUM_TOKENS,

@@ -9,6 +9,7 @@ from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.receives import (
     address_of,
     fingerprint_of,
+    is_placeholder,
     receive_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -26,6 +27,17 @@ SECRET = 7 << 40
 def read_for(asked, local_block_ids) -> Receive:
     """What is read where a prefill engine computes all of a prompt but its last token."""
     return receive_of(asked, local_block_ids, asked.num_prompt_tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "at_once", "expected"),
+    [(1, True, True), (1, False, False), (2, True, False)],
+)
+def test_made_up_requests_are_told_from_others(num_tokens, at_once, expected):
+    """From a client's of the same prompt, and from one that vLLM ends at once with its own."""
+    asked = request({}, num_tokens)
+    asked.abort_immediately = at_once
+    assert is_placeholder(asked) is expected
 
 
 def test_what_is_held_is_read_into_the_blocks():

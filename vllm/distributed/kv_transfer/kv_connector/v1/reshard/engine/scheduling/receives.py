@@ -23,7 +23,6 @@ from ...protocol.quoting import quote
 from ...protocol.subscriptions import Computed
 from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
-from .readers import is_placeholder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,6 +30,15 @@ if TYPE_CHECKING:
     from ..weights import Adapter
 
 logger = init_logger(__name__)
+
+
+def is_placeholder(request: Request) -> bool:
+    """Return whether vLLM made up this request for one that its API server has not seen through.
+
+    Such a request has the one token 0, and the parameters of the true one. A request that vLLM
+    refuses while paused is aborted at once, too, but has its own prompt.
+    """
+    return bool(request.abort_immediately) and request.prompt_token_ids == [0]
 
 
 def note_adapter(request: Request, adapter: Adapter) -> None:
