@@ -254,5 +254,5 @@ def bytes_of_token(whole: Whole) -> int:
 
 def bytes_read(whole: Whole) -> int:
     """Bytes that an engine has read since the last call."""
-    stats = [each.take_stats() for each in whole.engine.workers.values()]
+    stats = [each.report.take_stats() for each in whole.engine.workers.values()]
     return sum(sum(each.data["bytes_transferred"]) for each in stats if each)

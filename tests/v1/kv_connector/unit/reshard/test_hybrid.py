@@ -119,7 +119,7 @@ def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for shard in d.shards:
-        assert d.workers[shard.rank].take_failed() == {}
+        assert d.workers[shard.rank].report.take_failed() == {}
         # A tensor is written for both of the layers that share it.
         expected = {
             layer: torch.zeros_like(tensor).numpy()
@@ -153,7 +153,7 @@ def test_a_window_that_has_moved_on_is_refused(engines, caplog_vllm, sliding):
     assert "are those of tokens [64, 112)" in caplog_vllm.text
     for worker in d.workers.values():
         assert lost_blocks(worker) == {*DST_FULL, *DST_SLIDING}
-        assert worker.take_stats().data["bytes_transferred"] == []
+        assert worker.report.take_stats().data["bytes_transferred"] == []
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src, dst, served
     refusal = f"may not fill blocks of {dst[0] * dst[1]} tokens"
     assert (refusal in caplog_vllm.text) is not served
     (worker,) = d.workers.values()
-    assert (worker.take_failed() == {}) is served
+    assert (worker.report.take_failed() == {}) is served
     if served:
         rank = MeshRank(0, 0)
         sent = p.blocks(rank, "layers.1", of_kernel(sliding, src[1]))

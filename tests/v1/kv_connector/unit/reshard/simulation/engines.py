@@ -44,9 +44,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import Re
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Event,
     Incoming,
-    Report,
     SchedulerStep,
     TransferEngine,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
@@ -261,7 +261,7 @@ class Worker:
             self.agent.metadata(),
         )
 
-    def turn(self, *, ticks: bool) -> Report:
+    def turn(self, *, ticks: bool) -> WorkerReport:
         """One turn of the connector's thread."""
         incoming, self.incoming = self.incoming, []
         if ticks and not incoming:
@@ -506,7 +506,7 @@ class Engine:
     def taken_up(self, worker: Worker, steps: Sequence[SchedulerStep]) -> None:
         """A worker begins a turn with these steps."""
 
-    def hear(self, worker: Worker, report: Report) -> None:
+    def hear(self, worker: Worker, report: WorkerReport) -> None:
         """A worker has ended a turn."""
 
     @property
