@@ -39,14 +39,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry
     window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.receives import (
+    TokenCounts,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.remote_reads import (
     RemoteReads,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.token_counts import (
-    TokenCounts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank

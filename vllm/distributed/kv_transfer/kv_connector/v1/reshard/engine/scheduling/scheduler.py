@@ -63,15 +63,16 @@ from .first_tokens import open_first_tokens
 from .offers import OfferBook, host_for_workers
 from .prompts import Prompts
 from .receives import (
+    TokenCounts,
     address_of,
     fingerprint_of,
     is_placeholder,
     note_adapter,
+    num_to_offer,
     part_of,
     receive_of,
 )
 from .remote_reads import RemoteRead, RemoteReads
-from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -396,7 +397,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Return how many tokens to read, and whether asynchronously; (None, False) to wait.
 
         A request that was sent to both engines waits until `remote_reads` allows it blocks. No more
-        are read than `token_counts` allows.
+        are read than `TokenCounts` allows.
 
         Upstream assumes that the whole prompt was prefilled. If the prompt has grown since, the
         rest is computed here.
