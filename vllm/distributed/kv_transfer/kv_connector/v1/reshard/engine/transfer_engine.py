@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 
 from ..protocol.messages import Announcement
 from ..protocol.quoting import one_line, quote
+from ..protocol.tasks import taken_once_done
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.lane import Lane
@@ -30,7 +31,6 @@ from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
 from .metadata import ReshardConnectorMetadata, WorkerReport
 from .producer import ProducerSide
-from .queues import taken_once_done
 from .reading.consumer import ConsumerSide
 from .reading.incoming import named
 from .reading.notifier import Notifier

@@ -26,7 +26,7 @@ from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
 from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
-from ...protocol.tasks import Tasks, suspended
+from ...protocol.tasks import Tasks, suspended, taken_once_done
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
@@ -35,7 +35,6 @@ from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable
 from ..metadata import WorkerReport
-from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
 from ..traces import trace_of_read
 from .doubt import BlocksInDoubt
