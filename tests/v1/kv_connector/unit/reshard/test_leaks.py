@@ -20,8 +20,10 @@ from tests.v1.kv_connector.unit.reshard.engine.connections import (
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
+    Notifier,
+    Renewals,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import (
     remote_reads,
 )

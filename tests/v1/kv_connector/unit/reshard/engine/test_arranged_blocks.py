@@ -46,7 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     cache_formats,
     geometry,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
     Arrangement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive

@@ -25,14 +25,13 @@ from tests.v1.kv_connector.unit.reshard.profiling import calls
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
     RENEWALS_PER_LEASE,
+    Notifier,
     Renewals,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
@@ -40,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     TransferEngine,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     ConnectorThreadError,
     InDoubtError,

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,9 +38,14 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import Offer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import (
+    CacheDevice,
+    ReshardWorker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
@@ -651,3 +657,35 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
     p.start(num_offers=1, offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(p, sent="p-a")
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (None, []),
+        (torch.device("cpu"), []),
+        (torch.device("cuda", 1), [torch.device("cuda", 1)]),
+    ],
+    ids=str,
+)
+def test_thread_works_with_the_device_of_the_caches(monkeypatch, place, expected):
+    """On CPU, and before the caches are registered, there is none to choose."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = CacheDevice(on_cpu=False)
+    device.place = place
+    device.choose()
+    assert chosen == expected
+
+
+def test_steps_that_read_wait_for_what_was_launched_before(monkeypatch):
+    """Those that read nothing need not, nor any where all is computed at once."""
+    recorded = []
+    address = RemoteEngineAddress("prefill", "p.example", 5600)
+    reading = ReshardConnectorMetadata(receive={"d-a": receive(address, [3], [5])})
+    event = SimpleNamespace(record=lambda: recorded.append("now"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    device = CacheDevice(on_cpu=False)
+    assert device.computed_before(ReshardConnectorMetadata()) is None and recorded == []
+    assert device.computed_before(reading) is event and recorded == ["now"]
+    assert CacheDevice(on_cpu=True).computed_before(reading) is None

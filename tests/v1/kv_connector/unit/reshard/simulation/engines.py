@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dial
     LocalEndpoint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -38,8 +37,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
+    Notifier,
+    Renewals,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Event,
@@ -48,6 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
     WorkerReport,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,

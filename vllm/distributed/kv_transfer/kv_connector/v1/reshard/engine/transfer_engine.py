@@ -33,8 +33,7 @@ from .metadata import ReshardConnectorMetadata, WorkerReport
 from .producer import ProducerSide
 from .reading.consumer import ConsumerSide
 from .reading.incoming import named
-from .reading.notifier import Notifier
-from .reading.renewals import Renewals
+from .reading.notifier import Notifier, Renewals
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
