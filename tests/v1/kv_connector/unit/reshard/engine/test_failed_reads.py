@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
     not FAILED_READS_ARE_NAMED, reason="the scheduler of this base is told of blocks, at once"
 )
 
+NO_BLOCKS = frozenset()
+
 
 class Manager:
     """Hands blocks over, and takes them back."""
@@ -92,11 +94,9 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
         for number, worker in enumerate(workers):
             worker.note_started(begun, told)
             mine = {name: each for (name, owner), each in reads.items() if owner == number}
-            received, failed = worker.advance(
-                {name for name, (fails, _) in mine.items() if fails == now},
-                {name for name, (_, drained) in mine.items() if drained == now},
-            )
-            news = dict.fromkeys(worker.take_newly_failed(), frozenset())
+            news = {name: NO_BLOCKS for name, (fails, _) in mine.items() if fails == now}
+            drained = {name for name, (_, drained) in mine.items() if drained == now}
+            received, failed = worker.advance(news, drained)
             output = KVConnectorOutput(
                 finished_recving=received,
                 failed_recving=failed,

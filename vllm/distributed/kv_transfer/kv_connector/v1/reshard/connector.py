@@ -215,7 +215,7 @@ class NixlConnector(UpstreamConnector):
         """Return the requests that were sent, those received, and which of the latter failed."""
         report = self._worker.collect()
         sent, drained = report.take_finished()
-        received, failed = self._reports.advance(report.take_failed(), drained)
+        received, failed = self._reports.advance(report.failed, drained)
         return transfer_results(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -226,9 +226,9 @@ class NixlConnector(UpstreamConnector):
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return reports for the scheduler that vLLM would not pass on at once."""
-        failed = dict.fromkeys(self._reports.take_newly_failed(), frozenset[int]())
-        shortages = self._worker.report.take_shortages()
-        return WorkerReport(failed=failed, shortages=shortages) or None
+        report = self._worker.report
+        failed = report.take_failed() if FAILED_READS_ARE_NAMED else {}
+        return WorkerReport(failed=failed, shortages=report.take_shortages()) or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """Return outputs for the clients of requests that were received with a first token."""

@@ -45,7 +45,6 @@ class LoadReports:
         self._reads: dict[RequestId, _Read] = {}
         self._told: set[RequestId] = set()
         self._once_more: set[RequestId] = set()
-        self._news: set[RequestId] = set()
 
     def __len__(self) -> int:
         """Return the number of requests for which a report is still due."""
@@ -69,7 +68,8 @@ class LoadReports:
         """Return what to report in this step.
 
         Args:
-            failed: Requests whose reads have failed at this worker since the last step.
+            failed: Requests whose reads have failed at this worker, and of which the scheduler is
+                told with this step, whether another worker's has failed before or not.
             drained: Requests that nothing at this worker can write for any more, whether or not
                 they have failed. Each is passed once.
 
@@ -87,9 +87,8 @@ class LoadReports:
             elif read is not None:
                 self._reads[request_id] = _Read.TOLD
         for request_id in failed:
-            if self._reads[request_id] is _Read.GOING_ON:
+            if self._reads.get(request_id) is _Read.GOING_ON:
                 self._reads[request_id] = _Read.FAILED
-                self._news.add(request_id)
         for request_id in drained:
             if self._reads[request_id] is _Read.FAILED:
                 self._reads[request_id] = _Read.FAILED_AND_DRAINED
@@ -98,8 +97,3 @@ class LoadReports:
             # Reports are sets, so a request's two rounds need two steps.
             (self._once_more if request_id in received else received).add(request_id)
         return received, told
-
-    def take_newly_failed(self) -> set[RequestId]:
-        """Return the requests whose reads have failed here since the last call."""
-        news, self._news = self._news, set()
-        return news

@@ -83,17 +83,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
     def __bool__(self) -> bool:
         """Return whether anything is requested."""
-        return bool(
-            self.receive
-            or self.prefetch
-            or self.given_up
-            or self.admitted
-            or self.withdrawn
-            or self.offered
-            or self.awaited
-            or self.ended
-            or self.failed
-        )
+        of_offers = {"num_offers", "announcer"}
+        return any(value for name, value in vars(self).items() if name not in of_offers)
 
 
 @final
@@ -108,7 +99,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         sent: Requests whose blocks are not held for other engines any more.
         received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks, which may still be written
-            until the request is in `received`. To the scheduler they go without blocks.
+            until the request is in `received`.
         shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
             can.
         stats: Metrics; None without any.
@@ -121,9 +112,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stats: ReshardStats | None = None
 
     def __bool__(self) -> bool:
-        return bool(
-            self.sent or self.received or self.failed or self.shortages or self.stats is not None
-        )
+        return self != WorkerReport()
 
     def add(self, later: WorkerReport) -> None:
         """Merge a later report, or another worker's, into this one."""
