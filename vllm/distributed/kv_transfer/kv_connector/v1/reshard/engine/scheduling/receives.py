@@ -30,7 +30,7 @@ from ..content import content_keys, content_token_ids
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from ..weights import Adapter
+    from ..weights import Adapter, Adapters
 
 logger = init_logger(__name__)
 
@@ -139,6 +139,19 @@ def note_adapter(request: Request, adapter: Adapter) -> None:
             "which vLLM does not see; load it from another path.",
             *(name, path, seen),
         )
+
+
+def offered_adapter(request: Request, adapters: Adapters) -> str | None:
+    """Return what the adapter that computed an ended request is; None if it has none to tell of."""
+    adapter = own_adapter(request.kv_transfer_params)
+    if adapter is None or request.lora_request is None:
+        return None
+    now = adapters.identify(request.lora_request).digest
+    if now != adapter:
+        # Which files computed its blocks cannot be told: they are nobody's.
+        adapter = f"{quote(adapter)} or {quote(now)}"
+        bind_adapter(request.kv_transfer_params, adapter)
+    return adapter
 
 
 def _adapter_fault(request: Request, source: RemoteBlocks) -> str | None:

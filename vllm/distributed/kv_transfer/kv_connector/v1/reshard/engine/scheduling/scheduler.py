@@ -27,13 +27,11 @@ from ...protocol.metadata import encode_replies
 from ...protocol.params import (
     Params,
     already_requested,
-    bind_adapter,
     check_host,
     faulty,
     is_disaggregated,
     note_requested,
     offered_tokens,
-    own_adapter,
     partly_computed,
     remote_blocks,
     remote_request,
@@ -69,6 +67,7 @@ from .receives import (
     is_placeholder,
     note_adapter,
     num_to_offer,
+    offered_adapter,
     part_of,
     receive_of,
 )
@@ -566,13 +565,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
-            adapter = own_adapter(request.kv_transfer_params)
-            if adapter is not None and request.lora_request is not None:
-                now = self._adapters.identify(request.lora_request).digest
-                if now != adapter:
-                    # Which files computed its blocks cannot be told: they are nobody's.
-                    adapter = f"{quote(adapter)} or {quote(now)}"
-                    bind_adapter(request.kv_transfer_params, adapter)
+            if (adapter := offered_adapter(request, self._adapters)) is not None:
                 params["remote_adapter"] = adapter
             fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
