@@ -112,7 +112,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stats: ReshardStats | None = None
 
     def __bool__(self) -> bool:
-        return self != WorkerReport()
+        return bool(
+            self.sent or self.received or self.failed or self.shortages or self.stats is not None
+        )
 
     def add(self, later: WorkerReport) -> None:
         """Merge a later report, or another worker's, into this one."""

@@ -30,7 +30,7 @@ from ..content import content_keys, content_token_ids
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from ..weights import Adapter, Adapters
+    from ..weights import Adapters
 
 logger = init_logger(__name__)
 
@@ -114,16 +114,18 @@ def is_placeholder(request: Request) -> bool:
     return bool(request.abort_immediately) and request.prompt_token_ids == [0]
 
 
-def note_adapter(request: Request, adapter: Adapter) -> None:
+def note_adapter(request: Request, adapters: Adapters) -> None:
     """Bind a new request's blocks to what its adapter is; have it read nothing if that is unknown.
 
     It reads nothing either where vLLM's prefix cache might serve it KV of other files. Blocks that
     an engine of an older build holds stay bound to the adapter's name.
     """
     params, lora = request.kv_transfer_params, request.lora_request
+    if lora is None:
+        return
+    adapter = adapters.identify(lora)
     if not params or not is_disaggregated(params):
         return
-    assert lora is not None
     name, path = quote(lora.lora_name), quote(lora.lora_path)
     if adapter.digest is not None and not bind_adapter(params, adapter.digest):
         logger.warning_once(

@@ -116,7 +116,7 @@ class RemoteRead:
         is_renewed: Whether its lease is renewed.
         has_ended: Whether the request has ended here.
         block_ids: Its blocks into which workers read; empty without any.
-        taken: Its blocks, if they were taken from it; empty before.
+        taken: Its blocks, if they were taken from it; None before.
         since_s: When it has arrived.
         num_blocks: Maximum number of blocks that it takes; 0 if that is not needed.
         place: Where its prompt is computed; None if nobody was asked for it.
@@ -133,7 +133,7 @@ class RemoteRead:
     is_renewed: bool = False
     has_ended: bool = False
     block_ids: BlockIds = ()
-    taken: list[KVCacheBlock] = field(default_factory=list)
+    taken: list[KVCacheBlock] | None = None
     since_s: float = field(default_factory=time.monotonic)
     num_blocks: int = 0
     place: RemoteEngineAddress | None = None
@@ -450,10 +450,10 @@ class RemoteReads:
         read.state, read.block_ids = RemoteReadState.RECEIVED, ()
         if read.has_ended:
             self._forget(read)
-        if not read.taken:
+        if (taken := read.taken) is None:
             return True
         assert self.manager is not None
-        taken, read.taken = read.taken, []
+        read.taken = None
         self.num_taken_blocks -= len(taken)
         # In vLLM's order: blocks at the end of a sequence are reused first.
         self.manager.block_pool.free_blocks(reversed(taken))

@@ -293,8 +293,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 return
             # Until `_enter` fills in others.
             request.kv_transfer_params = partly_computed(early.place, early.name or "unknown", 0)
-            if request.lora_request is not None:
-                note_adapter(request, self._adapters.identify(request.lora_request))
+            note_adapter(request, self._adapters)
             return
         if isinstance(early, str):
             params, fault = faulty(early), None
@@ -324,8 +323,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 is_free = self._reads.claim(request, remote)
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
-        if request.lora_request is not None:
-            note_adapter(request, self._adapters.identify(request.lora_request))
+        note_adapter(request, self._adapters)
         if params and params.get("do_remote_decode"):
             # Upstream may leave out the prompt's last tokens.
             self._prompts.add(request, params)
