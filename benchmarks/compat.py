@@ -94,6 +94,6 @@ def results(worker: KVConnectorBase_V1) -> Results:
     failed = {
         *found.failed_recving,
         *worker.get_block_ids_with_load_errors(),
-        *getattr(told, "request_ids", ()),
+        *getattr(told, "failed", ()),
     }
     return Results(found.finished_sending, found.finished_recving, len(failed))

@@ -82,9 +82,9 @@ def scheduler_of(whole: Whole):
 
 def is_known(d: Whole) -> bool:
     """Whether a decode engine has heard that the other one knows a request."""
-    parking = scheduler_of(d)._parking
-    parking.hear()
-    return any(each.news is not None for each in parking._parked.values())
+    reads = scheduler_of(d)._reads
+    reads.hear()
+    return any(each.news is not None for each in reads._reads.values())
 
 
 def until_claimed(p: Whole, *request_ids: str) -> None:
@@ -132,9 +132,8 @@ def is_quiet(*wholes: Whole) -> bool:
     """Whether nothing is left of any request, in schedulers or workers."""
     return all(
         whole.serving.is_through()
-        and not len(scheduler_of(whole)._parking)
-        and not scheduler_of(whole)._parking._asked
-        and not scheduler_of(whole)._parking._left
+        and not len(scheduler_of(whole)._reads)
+        and not scheduler_of(whole)._reads._asked
         and not scheduler_of(whole)._prompts._prompts
         and all(
             not len(each.producer) and not len(each.consumer)
@@ -255,5 +254,5 @@ def bytes_of_token(whole: Whole) -> int:
 
 def bytes_read(whole: Whole) -> int:
     """Bytes that an engine has read since the last call."""
-    stats = [each.take_stats() for each in whole.engine.workers.values()]
+    stats = [each.report.take_stats() for each in whole.engine.workers.values()]
     return sum(sum(each.data["bytes_transferred"]) for each in stats if each)

@@ -146,6 +146,6 @@ def _serve(pipe: Connection, head_size: int, port: int) -> None:
     pipe.send(address)
     (worker,) = engine.workers.values()
     while True:
-        for request_id in worker.get_finished()[0]:
+        for request_id in worker.collect().take_finished()[0]:
             pipe.send(request_id)
         time.sleep(1e-3)

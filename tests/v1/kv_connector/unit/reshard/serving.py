@@ -192,6 +192,8 @@ class Serving:
         """The client has gone."""
         if self.held.pop(request_id, None) is not None:
             self._dropped.add(request_id)
+        if self.holds:
+            # Of all that are aborted, whether they are held back or not.
             self.scheduler.connector.drop_held([request_id])
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 
@@ -56,8 +57,7 @@ class Played:
 
     def __init__(self) -> None:
         self.reading: dict[str, frozenset[int]] = {}
-        self.failed: dict[str, frozenset[int]] = {}
-        self.quiet: set[str] = set()
+        self.report = WorkerReport()
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Read what there is to read."""
@@ -65,28 +65,18 @@ class Played:
             if any(receive.local_block_ids):
                 self.reading[request_id] = frozenset().union(*receive.local_block_ids)
 
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """Nothing was sent; what is quiet was received."""
-        quiet, self.quiet = self.quiet, set()
-        return set(), quiet
-
-    def take_failed(self) -> dict[str, frozenset[int]]:
-        """What has failed since the last call."""
-        failed, self.failed = self.failed, {}
-        return failed
-
-    def take_shortages(self) -> dict[str, str]:
-        """It can serve whom it will."""
-        return {}
+    def collect(self) -> WorkerReport:
+        """What has failed or is quiet; nothing was sent, and it can serve whom it will."""
+        return self.report
 
     def fail(self, request_id: str) -> None:
         """A read has failed."""
-        self.failed[request_id] = self.reading[request_id]
+        self.report.failed[request_id] = self.reading[request_id]
 
     def end(self, request_id: str) -> None:
         """Nothing is written any more."""
         del self.reading[request_id]
-        self.quiet.add(request_id)
+        self.report.received.add(request_id)
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -442,7 +432,7 @@ def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
     side.take_stats()
     after = [sizes(each) for each in (side, *d.connectors)]
     # vLLM may tell of it once more.
-    before[0]["ReshardScheduler._readers._ended"] += 1
+    before[0]["ReshardScheduler._reads._ended"] += 1
     assert after == before
 
 

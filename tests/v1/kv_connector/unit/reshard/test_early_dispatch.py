@@ -230,7 +230,7 @@ def test_request_that_is_refused_is_given_up_there(pair, is_first):
     d.serving.add("cmpl-x-0-dddddddd", coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {"cmpl-x-0-dddddddd": FinishReason.LENGTH}
-    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    (stats,) = (each.report.take_stats() for each in p.engine.workers.values())
     assert stats is None or not stats.data["num_kv_expired_reqs"]
 
 
@@ -298,7 +298,7 @@ def test_parked_requests_cost_a_step_nothing(pair):
     for number in range(200):
         d.serving.add(f"cmpl-w{number}-0-aaaaaaaa", coordinates(p, remote_request_id=f"w{number}"))
     d.step()
-    assert not d.serving.scheduler.requests and len(scheduler_of(d)._parking) == 200
+    assert not d.serving.scheduler.requests and len(scheduler_of(d)._reads) == 200
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["parked", "with blocks"])
@@ -319,7 +319,7 @@ def test_client_that_leaves_stops_all(pair, has_blocks):
     until(lambda: scheduler_of(p)._prompts.is_given_up(PREFILLED))
     end()
     until(lambda: is_quiet(p, d), p, d)
-    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    (stats,) = (each.report.take_stats() for each in p.engine.workers.values())
     assert stats is None or not stats.data["num_kv_expired_reqs"]
 
 
@@ -337,7 +337,7 @@ def test_engine_that_has_restarted_is_followed(pair):
     assert d.serving.finished["cmpl-y-0-bbbbbbbb"] is FinishReason.LENGTH
     (worker,) = d.engine.workers.values()
     # It is connected under its own name.
-    assert not worker.take_stats().data["handshake_failures"]
+    assert not worker.report.take_stats().data["handshake_failures"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -404,7 +404,7 @@ def test_names_of_llm_ds_routers(pair, asked, told):
         d.serving.add(f"{child}_cmpl-d-0-bbbbbbbb", dict(told), first_token=100 * child)
     until(lambda: is_quiet(p, d), p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
-    (stats,) = (each.take_stats() for each in d.engine.workers.values())
+    (stats,) = (each.report.take_stats() for each in d.engine.workers.values())
     assert not (stats and stats.data["read_failures"])
 
 
@@ -436,7 +436,7 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     start = 2 * BLOCK_TOKENS
     assert_received(d.engine, blocks[2:3], whole[:, :, :, start:])
     (worker,) = d.engine.workers.values()
-    assert worker.take_stats().data["bytes_transferred"] == [whole[:, :, :, start:].nbytes]
+    assert worker.report.take_stats().data["bytes_transferred"] == [whole[:, :, :, start:].nbytes]
 
 
 def preempt(whole: Whole, request_id: str) -> None:
@@ -491,7 +491,7 @@ def test_client_that_leaves_while_its_prompt_is_read(pair):
         d.step()
         assert is_allocated(d)
     until(lambda: is_quiet(p, d), p, d)
-    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    (stats,) = (each.report.take_stats() for each in p.engine.workers.values())
     assert stats is None or not stats.data["num_kv_expired_reqs"]
 
 

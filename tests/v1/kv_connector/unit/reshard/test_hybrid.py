@@ -39,12 +39,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry
     window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.receives import (
+    TokenCounts,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.remote_reads import (
+    RemoteReads,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.token_counts import (
-    TokenCounts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -117,7 +119,7 @@ def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for shard in d.shards:
-        assert d.workers[shard.rank].take_failed() == {}
+        assert d.workers[shard.rank].report.take_failed() == {}
         # A tensor is written for both of the layers that share it.
         expected = {
             layer: torch.zeros_like(tensor).numpy()
@@ -151,7 +153,7 @@ def test_a_window_that_has_moved_on_is_refused(engines, caplog_vllm, sliding):
     assert "are those of tokens [64, 112)" in caplog_vllm.text
     for worker in d.workers.values():
         assert lost_blocks(worker) == {*DST_FULL, *DST_SLIDING}
-        assert worker.take_stats().data["bytes_transferred"] == []
+        assert worker.report.take_stats().data["bytes_transferred"] == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src, dst, served
     refusal = f"may not fill blocks of {dst[0] * dst[1]} tokens"
     assert (refusal in caplog_vllm.text) is not served
     (worker,) = d.workers.values()
-    assert (worker.take_failed() == {}) is served
+    assert (worker.report.take_failed() == {}) is served
     if served:
         rank = MeshRank(0, 0)
         sent = p.blocks(rank, "layers.1", of_kernel(sliding, src[1]))
@@ -264,7 +266,7 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
     has_windows = bool(window_groups(scheduler.kv_cache_config))
     scheduler._counts = TokenCounts((16,), frozenset(), has_windows)
-    scheduler._parking, scheduler._block_pool = Parking(Subscriber(print), 0, 0), None
+    scheduler._reads, scheduler._block_pool = RemoteReads(Subscriber(print), None, print), None
     request = SimpleNamespace(
         request_id="d",
         num_tokens=NUM_TOKENS,

@@ -20,9 +20,13 @@ from tests.v1.kv_connector.unit.reshard.engine.connections import (
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import readers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
+    Notifier,
+    Renewals,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import (
+    remote_reads,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -137,8 +141,8 @@ def test_scheduler_forgets_its_requests(asked, ended, monkeypatch):
 
     The last that have read are remembered, as vLLM may tell of them once more.
     """
-    monkeypatch.setattr(readers, "MAX_REMEMBERED", 100)
-    owner, remembered = scheduler(), "ReshardScheduler._readers._ended"
+    monkeypatch.setattr(remote_reads, "MAX_REMEMBERED", 100)
+    owner, remembered = scheduler(), "ReshardScheduler._reads._ended"
     owner.build_connector_meta(SchedulerOutput.make_empty())
     before = sizes(owner)
     for number in range(NUM_REQUESTS):

@@ -76,7 +76,7 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
     progress.until(reader, received="d-a")
     (worker,) = reader.workers.values()
-    assert not worker.take_failed()
+    assert not worker.report.take_failed()
 
     send(process, signal.SIGSTOP)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
@@ -106,7 +106,7 @@ def test_connection_that_died_while_it_was_idle_costs_no_request(
         wanted = receive(address, [3, 4, 1], BLOCKS, remote_request_id=f"p-{name}")
         reader.start(receive={f"d-{name}": wanted})
         progress.until(reader, received=f"d-{name}")
-        assert not worker.take_failed()
+        assert not worker.report.take_failed()
         assert_received(reader, [3, 4, 1], whole)
 
     with ExitStack() as stack:
@@ -259,7 +259,7 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     clock[0] += 60.0
     assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
-    assert worker.take_stats().data["read_failures"] == ["deadline"]
+    assert worker.report.take_stats().data["read_failures"] == ["deadline"]
     assert not any("d-b" in seen for seen in progress.received.values())
     send(process, signal.SIGCONT)
     progress.until(reader, received="d-b")
@@ -330,7 +330,7 @@ def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     while failures < 2:
         assert time.monotonic() < deadline
         progress.step()
-        if (stats := worker.take_stats()) is not None:
+        if (stats := worker.report.take_stats()) is not None:
             failures += len(stats.data["handshake_failures"])
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelname == "ERROR")
     assert line.startswith("Handshake with engine gone")
@@ -351,6 +351,6 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     producer.offer("p-a")
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS)})
     Progress(producer, reader).until(reader, received="d-a")
-    assert not worker.take_failed()
+    assert not worker.report.take_failed()
     assert_received(reader, [3, 4, 1], whole)
     assert "ERROR" not in {each.levelname for each in caplog_vllm.records}

@@ -88,7 +88,7 @@ def assert_every_byte_arrives(engines, prefill, decode) -> None:
     progress.until(p, sent="p-a")
     assert_received(d, local, whole)
     for worker in d.workers.values():
-        assert worker.take_failed() == {}
+        assert worker.report.take_failed() == {}
 
 
 APART = dict(shaped_by_backends=True)
@@ -258,7 +258,7 @@ def test_stats_reach_prometheus(engines):
     Progress(p, d).until(d, received="d-a")
     total = NixlConnector.build_kv_connector_stats()
     for worker in d.workers.values():
-        total.aggregate(worker.take_stats())
+        total.aggregate(worker.report.take_stats())
     assert sum(total.data["bytes_transferred"]) == whole.nbytes
     assert total.reduce()["Num successful transfers"] == len(total.data["bytes_transferred"])
 

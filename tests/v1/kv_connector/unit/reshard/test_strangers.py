@@ -71,7 +71,7 @@ def test_client_that_names_many_ports_keeps_no_descriptors(engines, monkeypatch)
     progress.until(decode, received="honest")
     assert_received(decode, [3, 4, 1], whole)
     (worker,) = decode.workers.values()
-    assert "honest" not in worker.take_failed()
+    assert "honest" not in worker.report.take_failed()
 
 
 def test_engine_is_read_whoever_bears_its_agents_name(engines):

@@ -289,11 +289,11 @@ class Fleet:
             for engine in self._engines:
                 for position, worker in enumerate(engine.workers.values()):
                     worker.submit(ReshardConnectorMetadata())
-                    sent, received = worker.get_finished()
+                    sent, received = worker.collect().take_finished()
                     if engine is self.source:
                         outcome.sent[position] |= sent
                     else:
-                        failed = worker.take_failed()
+                        failed = worker.report.take_failed()
                         outcome.failed[engine.engine_id] |= set(failed)
                         outcome.received[engine.engine_id] |= received
                     news = news or bool(sent or received)

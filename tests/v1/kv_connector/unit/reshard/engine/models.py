@@ -266,7 +266,7 @@ def transfer(p: ModelEngine, d: ModelEngine, unread: frozenset[str] = frozenset(
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for worker in d.workers.values():
-        assert worker.take_failed() == {}
+        assert worker.report.take_failed() == {}
     for name, part, position, head, cache in _heads(d):
         place = name, part, head
         expected = before[place].copy()

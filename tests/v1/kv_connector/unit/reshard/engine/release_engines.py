@@ -244,7 +244,7 @@ def transfer(
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for rank, worker in d.workers.items():
-        assert worker.take_failed() == {}
+        assert worker.report.take_failed() == {}
         storage = torch.from_numpy(expected[rank])
         for (_, names), ids in zip(d.groups, dst_ids, strict=True):
             for name in names:

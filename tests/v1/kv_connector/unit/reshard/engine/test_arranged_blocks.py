@@ -46,7 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     cache_formats,
     geometry,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
     Arrangement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
@@ -319,5 +319,5 @@ def test_what_would_have_to_be_arranged_anew_is_refused(engines, caplog_vllm, ki
     d.start(receive={"d-a": receive})
     Progress(p, d).until(d, received="d-a")
     (worker,) = d.workers.values()
-    assert set(worker.take_failed()) == {"d-a"}
+    assert set(worker.report.take_failed()) == {"d-a"}
     assert re.search(f"layer model.layers.0.attn .*{message}", caplog_vllm.text)

@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stalls import STALL_S, StallWatch
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
-    Report,
     SchedulerStep,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
 
@@ -48,7 +48,7 @@ class TransferEngine:
         self.stood_still_s: list[float] = []
         self.closed_by: int | None = None
 
-    def poll(self, steps: list[SchedulerStep], now_s: float) -> Report:
+    def poll(self, steps: list[SchedulerStep], now_s: float) -> WorkerReport:
         """Poll."""
         self.begun += 1
         assert self.may_poll.wait(DEADLINE_S)
@@ -62,7 +62,7 @@ class TransferEngine:
             fault, self.fault = self.fault, None
             raise fault
         ended = {request for step in taken if step.metadata for request in step.metadata.admitted}
-        return Report(received=ended, stats=self.stats)
+        return WorkerReport(received=ended, stats=self.stats)
 
     def tell_producers(self, now_s: float) -> None:
         """Tell them, once the test allows it."""
@@ -279,7 +279,7 @@ def test_what_a_failed_turn_did_not_take_up_is_there_for_the_next(thread, transf
     """A step that was handed over is never lost."""
     poll, faults = transfer_engine.poll, [ValueError("before anything was taken")]
 
-    def fail_once(steps: list[SchedulerStep], now_s: float) -> Report:
+    def fail_once(steps: list[SchedulerStep], now_s: float) -> WorkerReport:
         if steps and faults:
             raise faults.pop()
         return poll(steps, now_s)

@@ -15,15 +15,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.failed_reads import (
-    FailedLoads,
-    LoadReports,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.failed_reads import LoadReports
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerReport
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.remote_reads import (
+    RemoteReads,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.subscriber import Subscriber
 
 pytestmark = pytest.mark.skipif(
     not FAILED_READS_ARE_NAMED, reason="the scheduler of this base is told of blocks, at once"
 )
+
+NO_BLOCKS = frozenset()
 
 
 class Manager:
@@ -67,16 +70,22 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
     workers = [LoadReports() for _ in range(num_workers)]
     aggregator = KVOutputAggregator(num_workers)
     in_doubt = [0]
-    book, manager = FailedLoads(in_doubt.append), Manager()
+    book, manager = RemoteReads(Subscriber(print), None, in_doubt.append), Manager()
     book.manager = manager if has_manager else None
-    for name in requests:
-        book.begin(SimpleNamespace(request_id=name, is_finished=lambda name=name: name in ended), 2)
+    asked = [
+        SimpleNamespace(request_id=name, is_finished=lambda name=name: name in ended)
+        for name in requests
+    ]
+    for request in asked:
+        book.begin(request, ([1, 2],))
+        if request.is_finished():
+            book.finish(request)
     under_way: list[tuple[set[str], set[str]]] = []
     failed_at: dict[str, int] = {}
     passed: Counter[str] = Counter()
     for step in range(20):
         # The scheduler is ahead of the workers, by as many steps as it may be.
-        under_way.append((requests if step == 0 else set(), book.take_failed()))
+        under_way.append((requests if step == 0 else set(), book.take_outbox().failed))
         if len(under_way) < schedule["depth"]:
             continue
         begun, told = under_way.pop(0)
@@ -85,23 +94,21 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
         for number, worker in enumerate(workers):
             worker.note_started(begun, told)
             mine = {name: each for (name, owner), each in reads.items() if owner == number}
-            received, failed = worker.advance(
-                {name for name, (fails, _) in mine.items() if fails == now},
-                {name for name, (_, drained) in mine.items() if drained == now},
-            )
-            news = worker.take_newly_failed()
+            news = {name: NO_BLOCKS for name, (fails, _) in mine.items() if fails == now}
+            drained = {name for name, (_, drained) in mine.items() if drained == now}
+            received, failed = worker.advance(news, drained)
             output = KVConnectorOutput(
                 finished_recving=received,
                 failed_recving=failed,
-                kv_connector_worker_meta=WorkerReport(news) if news else None,
+                kv_connector_worker_meta=WorkerReport(failed=news) if news else None,
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=output))
         heard = aggregator.aggregate(outputs).kv_connector_output
         for name in heard.failed_recving:
             assert failed_at.setdefault(name, now) == now
         if heard.kv_connector_worker_meta is not None:
-            book.hear(heard.kv_connector_worker_meta.failed)
-        passed.update(book.settle(heard.finished_recving or set()))
+            book.fail(heard.kv_connector_worker_meta.failed)
+        passed.update(book.receive(heard.finished_recving or set()))
         may_be_written = {name for (name, _), (_, drained) in reads.items() if drained > now}
         assert may_be_written.isdisjoint(manager.given_back)
         assert may_be_written.isdisjoint(passed.keys() - set(manager.taken))
@@ -115,31 +122,8 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
     assert passed == Counter(requests)
     assert sorted(manager.taken) == sorted(manager.given_back)
     assert set(manager.taken) == (failed_at.keys() - ended if has_manager else set())
+    for request in asked:
+        book.finish(request)
     assert len(book) == book.num_taken_blocks == in_doubt[-1] == 0
     assert any(in_doubt) == bool(failed_at)
     assert not any(map(len, workers))
-
-
-def test_blocks_at_the_end_of_a_sequence_are_reused_first():
-    """As vLLM gives them back."""
-    in_doubt, freed = [], []
-    book = FailedLoads(in_doubt.append)
-    book.manager = SimpleNamespace(
-        pop_blocks_for_free=lambda _: ["first", "second"],
-        block_pool=SimpleNamespace(free_blocks=freed.extend),
-    )
-    book.begin(SimpleNamespace(request_id="a", is_finished=lambda: False), 2)
-    assert book.hear({"a", "unknown"}) == {"a"}
-    assert book.hear({"a"}) == set()
-    assert book.take_failed() == {"a"}
-    assert book.take_failed() == set()
-    assert book.settle({"a", "others"}) == {"a", "others"}
-    assert book.num_taken_blocks == 2
-    assert book.settle({"a"}) == set()
-    assert freed == ["second", "first"] and in_doubt == [2, 0]
-
-
-def test_what_workers_say_in_one_step_comes_together():
-    """Each is heard."""
-    both = WorkerReport({"a", "b"}).aggregate(WorkerReport({"b", "c"}))
-    assert both == WorkerReport({"a", "b", "c"})

@@ -162,7 +162,7 @@ def test_missing_drafts_are_refused(engines, caplog_vllm, theirs, extra, message
     d.start(receive={"d-a": receive})
     Progress(p, d).until(d, received="d-a")
     (worker,) = d.workers.values()
-    assert set(worker.take_failed()) == {"d-a"}
+    assert set(worker.report.take_failed()) == {"d-a"}
     assert re.search(message, caplog_vllm.text)
 
 

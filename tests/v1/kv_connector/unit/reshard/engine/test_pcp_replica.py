@@ -39,7 +39,7 @@ def sizes(pcp: int, dcp: int = 1) -> SimpleNamespace:
 def sent_by(worker: PcpReplicaWorker, **metadata) -> set[str]:
     """What it reports in a step."""
     worker.submit(ReshardConnectorMetadata(**metadata))
-    sent, received = worker.get_finished()
+    sent, received = worker.collect().take_finished()
     assert not received
     return sent
 

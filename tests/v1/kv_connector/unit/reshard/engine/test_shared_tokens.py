@@ -154,7 +154,7 @@ def test_rank_without_a_token_reads_nothing_and_releases(engines):
     progress.until(p, sent="p-a")
     assert_received(d, [3], whole[:, :, :, :9])
     moved = [
-        sum(worker.take_stats().data["bytes_transferred"])
+        sum(worker.report.take_stats().data["bytes_transferred"])
         for worker in (d.workers[MeshRank(0, 0)], d.workers[MeshRank(0, 1)])
     ]
     assert moved[0] > moved[1] == 0

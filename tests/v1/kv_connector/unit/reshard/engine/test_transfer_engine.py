@@ -25,22 +25,21 @@ from tests.v1.kv_connector.unit.reshard.profiling import calls
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
     RENEWALS_PER_LEASE,
+    Notifier,
     Renewals,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
-    Report,
     SchedulerStep,
     TransferEngine,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     ConnectorThreadError,
     InDoubtError,
@@ -58,19 +57,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.limits impor
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 LEASE_S = 30.0
-
-
-def test_reports_add_up():
-    """What nobody has collected yet, and what has ended since."""
-    first, second = ReshardStats(), ReshardStats()
-    first.record_notification()
-    second.record_notification()
-    report = Report(sent={"a"}, failed={"b": frozenset({1})}, stats=first)
-    report.add(Report(received={"b"}, stats=second))
-    report.add(Report())
-    assert (report.sent, report.received, report.failed) == ({"a"}, {"b"}, {"b": frozenset({1})})
-    assert sum(report.stats.data["notifications_sent"]) == 2
-    assert report and not Report()
 
 
 @pytest.mark.parametrize("engines", ["direct", "staged"], indirect=True)
@@ -108,9 +94,8 @@ def test_worker_that_lacks_descriptors_says_so(engines, monkeypatch):
     told, stats = {}, ReshardStats()
 
     def has_told() -> bool:
-        worker.get_finished()
-        told.update(worker.take_shortages())
-        if (taken := worker.take_stats()) is not None:
+        told.update(worker.collect().take_shortages())
+        if (taken := worker.report.take_stats()) is not None:
             stats.aggregate(taken)
         return bool(told and stats.data["open_files"])
 
@@ -135,7 +120,7 @@ def test_worker_that_none_can_read_from_any_more_ends(engines, role):
     def ends() -> bool:
         engine.start()
         try:
-            worker.get_finished()
+            worker.collect()
         except ConnectorThreadError as error:
             assert f"UCX has closed its port {closed[1]}" in str(error)
             return True

@@ -116,5 +116,5 @@ def test_blocks_that_would_have_to_be_cut_are_refused(
         engines, dict(backend=UNKNOWN, **prefill), dict(dict(backend=UNKNOWN), **decode)
     )
     (worker,) = d.workers.values()
-    assert set(worker.take_failed()) == {"d-a"}
+    assert set(worker.report.take_failed()) == {"d-a"}
     assert re.search(message, caplog_vllm.text)

@@ -2,7 +2,7 @@
 """Whole engines of workers in one process: real NIXL, real side channels, no model.
 
 Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
-`submit` and `get_finished` in every step, the test does.
+`submit` and `collect` in every step, the test does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,9 +38,14 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import Offer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    Offer,
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import (
+    CacheDevice,
+    ReshardWorker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
@@ -93,8 +99,8 @@ def test_request_is_received_and_released(engines, prefill, decode):
     progress.until(p, sent="p-a")
     assert_received(d, [3, 4, 1], whole)
     for worker in d.workers.values():
-        assert worker.take_failed() == {}
-        assert worker.take_stats().data["bytes_transferred"]
+        assert worker.report.take_failed() == {}
+        assert worker.report.take_stats().data["bytes_transferred"]
 
 
 @requires_base("0.32.0", "0.33.0", reason="it has no MLA on CPU")
@@ -147,7 +153,7 @@ def test_prefix_that_is_cached_here_is_not_read(engines):
     progress = Progress(p, d)
     progress.until(d, received="d-a")
     assert_received(d, [4], whole, start_token=32)
-    (stats,) = [worker.take_stats() for worker in d.workers.values()]
+    (stats,) = [worker.report.take_stats() for worker in d.workers.values()]
     assert sum(stats.data["bytes_transferred"]) == whole.nbytes // 3
 
 
@@ -325,7 +331,7 @@ def test_unreachable_engine_fails_its_requests_only(engines):
     progress.until(d, received="lost")
     for worker in d.workers.values():
         assert lost_blocks(worker) == {6, 7, 8}
-        assert worker.take_stats().data["read_failures"] == ["handshake"]
+        assert worker.report.take_stats().data["read_failures"] == ["handshake"]
 
 
 def test_failed_handshake_is_told_once_for_all_that_waited(engines, caplog_vllm):
@@ -376,7 +382,7 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     assert message in caplog_vllm.text
     (worker,) = d.workers.values()
     assert lost_blocks(worker) == {1, 3, 4}
-    assert worker.take_stats().data["bytes_transferred"] == []
+    assert worker.report.take_stats().data["bytes_transferred"] == []
     progress.until(p, sent="p-a")
 
 
@@ -494,7 +500,7 @@ def test_late_reader_fails(engines, caplog_vllm):
     assert "had run out when all was read" in caplog_vllm.text
     assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
     late = "num_notifications_after_expiry"
-    taken = (worker.take_stats() for worker in cycle(p.workers.values()))
+    taken = (worker.report.take_stats() for worker in cycle(p.workers.values()))
     wait_until(lambda: (stats := next(taken)) and stats.data[late], progress.step)
 
 
@@ -553,8 +559,8 @@ def test_what_happened_is_counted(engines):
     # Each of two producers is told of both requests, together where they ended in one poll.
     assert sum(counted["notifications_sent"]) in (2, 4)
     for producer in p.workers.values():
-        assert producer.take_stats().data["held_blocks"] == [0]
-        assert producer.take_stats() is None
+        assert producer.report.take_stats().data["held_blocks"] == [0]
+        assert producer.report.take_stats() is None
 
 
 def test_running_request_is_nobodys_to_release(engines, monkeypatch):
@@ -600,7 +606,7 @@ def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, messag
     progress.until(d, received="d-b")
     (reader,) = d.workers.values()
     assert lost_blocks(reader) == {1, 3, 4}
-    assert reader.take_stats().data["read_failures"] == ["fingerprint"]
+    assert reader.report.take_stats().data["read_failures"] == ["fingerprint"]
     assert message in caplog_vllm.text
     # The producer is told of the other one only: this may be somebody else's.
     progress.until(p, sent="p-b")
@@ -651,3 +657,35 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
     p.start(num_offers=1, offered={"p-a": Offer(OFFER, 30.0)})
     progress.until(p, sent="p-a")
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (None, []),
+        (torch.device("cpu"), []),
+        (torch.device("cuda", 1), [torch.device("cuda", 1)]),
+    ],
+    ids=str,
+)
+def test_thread_works_with_the_device_of_the_caches(monkeypatch, place, expected):
+    """On CPU, and before the caches are registered, there is none to choose."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = CacheDevice(on_cpu=False)
+    device.place = place
+    device.choose()
+    assert chosen == expected
+
+
+def test_steps_that_read_wait_for_what_was_launched_before(monkeypatch):
+    """Those that read nothing need not, nor any where all is computed at once."""
+    recorded = []
+    address = RemoteEngineAddress("prefill", "p.example", 5600)
+    reading = ReshardConnectorMetadata(receive={"d-a": receive(address, [3], [5])})
+    event = SimpleNamespace(record=lambda: recorded.append("now"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    device = CacheDevice(on_cpu=False)
+    assert device.computed_before(ReshardConnectorMetadata()) is None and recorded == []
+    assert device.computed_before(reading) is event and recorded == ["now"]
+    assert CacheDevice(on_cpu=True).computed_before(reading) is None

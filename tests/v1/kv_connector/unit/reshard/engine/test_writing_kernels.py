@@ -48,7 +48,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import Cache, bare, check
 from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import cache_formats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
     Arrangement,
 )
 

@@ -2,7 +2,7 @@
 """Whole engines of workers in one process: real NIXL, real side channels, no model.
 
 Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
-`submit` and `get_finished` in every step, the test does.
+`submit` and `collect` in every step, the test does.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ class Progress:
         """One step of every worker; nothing is reported twice."""
         for engine in self.engines:
             for rank, worker in engine.workers.items():
-                sent, received = worker.get_finished()
+                sent, received = worker.collect().take_finished()
                 for seen, new in ((self.sent, sent), (self.received, received)):
                     assert not seen[engine.engine_id, rank] & new
                     seen[engine.engine_id, rank] |= new
@@ -448,7 +448,7 @@ def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambd
 
 def lost_blocks(worker: ReshardWorker) -> set[int]:
     """The blocks of all requests that could not be read."""
-    return set().union(*worker.take_failed().values())
+    return set().union(*worker.report.take_failed().values())
 
 
 def failures(worker: ReshardWorker, progress: Progress, count: int = 1) -> dict[str, set[int]]:
@@ -456,7 +456,7 @@ def failures(worker: ReshardWorker, progress: Progress, count: int = 1) -> dict[
     failed: dict[str, set[int]] = {}
 
     def has_failed() -> bool:
-        failed.update(worker.take_failed())
+        failed.update(worker.report.take_failed())
         return len(failed) >= count
 
     wait_until(has_failed, progress.step)
@@ -468,7 +468,7 @@ def stats_with(worker: ReshardWorker, name: str, progress: Progress) -> ReshardS
     stats = ReshardStats()
 
     def is_counted() -> bool:
-        if (taken := worker.take_stats()) is not None:
+        if (taken := worker.report.take_stats()) is not None:
             stats.aggregate(taken)
         return bool(stats.data[name])
 

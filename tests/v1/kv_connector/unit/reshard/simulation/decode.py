@@ -10,8 +10,8 @@ from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.prefill import Ticket, tokens_of
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
-    Report,
     SchedulerStep,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferSecret,
@@ -319,7 +319,7 @@ class DecodeEngine(Engine):
                     due_at_s = self.world.now_s + self.world.limits.read_timeout_s
                     self.reading[request_id].due_at_s[worker.name] = due_at_s
 
-    def hear(self, worker: Worker, report: Report) -> None:
+    def hear(self, worker: Worker, report: WorkerReport) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
         failed = sorted(report.failed)

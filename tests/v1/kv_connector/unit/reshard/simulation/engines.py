@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dial
     LocalEndpoint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -38,16 +37,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import (
+    Notifier,
+    Renewals,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Event,
     Incoming,
-    Report,
     SchedulerStep,
     TransferEngine,
+    WorkerReport,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
@@ -261,7 +263,7 @@ class Worker:
             self.agent.metadata(),
         )
 
-    def turn(self, *, ticks: bool) -> Report:
+    def turn(self, *, ticks: bool) -> WorkerReport:
         """One turn of the connector's thread."""
         incoming, self.incoming = self.incoming, []
         if ticks and not incoming:
@@ -506,7 +508,7 @@ class Engine:
     def taken_up(self, worker: Worker, steps: Sequence[SchedulerStep]) -> None:
         """A worker begins a turn with these steps."""
 
-    def hear(self, worker: Worker, report: Report) -> None:
+    def hear(self, worker: Worker, report: WorkerReport) -> None:
         """A worker has ended a turn."""
 
     @property

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
     Offer as HeldOffer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
-    Report,
     SchedulerStep,
+    WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
@@ -250,7 +250,7 @@ class PrefillEngine(Engine):
             for name in offer.expires_at_s:
                 offer.expires_at_s[name] += for_s
 
-    def hear(self, worker: Worker, report: Report) -> None:
+    def hear(self, worker: Worker, report: WorkerReport) -> None:
         """Blocks come back once every worker is through with them, for a reason, once each."""
         check(not report.received and not report.failed, f"{worker.name} has received something")
         for request_id in sorted(report.sent):

@@ -15,12 +15,12 @@ from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,

@@ -112,7 +112,7 @@ def test_request_fails_at_once_and_ends_after_its_last_leg(prefill_and_decode, f
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
     assert failures(worker, progress) == {"d-a": frozenset(DST)}
-    in_doubt = worker.take_stats().data["blocks_in_doubt"]
+    in_doubt = worker.report.take_stats().data["blocks_in_doubt"]
     # Elsewhere the scheduler counts them, for all workers.
     assert in_doubt == ([] if FAILED_READS_ARE_NAMED else [len(DST)])
     for _ in range(20):
@@ -123,7 +123,7 @@ def test_request_fails_at_once_and_ends_after_its_last_leg(prefill_and_decode, f
     # What frees its blocks is sent once both can be read from.
     getattr(CommandedAgent, fault).clear()
     progress.until(d, received="d-a")
-    assert worker.take_failed() == {}
+    assert worker.report.take_failed() == {}
     progress.until(p, sent="p-a")
 
 
@@ -142,7 +142,7 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     now_s += 119.0
     for _ in range(3):
         progress.step()
-    assert not worker.take_failed()
+    assert not worker.report.take_failed()
     now_s += 1.0
     failures(worker, progress)
     assert "waited 120 s for 1 reads from prefill at 127.0.0.1:" in caplog_vllm.text
@@ -253,5 +253,5 @@ def test_failed_request_leaves_another_of_the_same_engine_alone(prefill_and_deco
     CommandedAgent.failing.clear()
     d.start(receive={"after": receive(address, [10, 11, 12], SRC, remote_request_id="p-c")})
     progress.until(d, received="after")
-    assert worker.take_failed() == {}
+    assert worker.report.take_failed() == {}
     assert (d.blocks(MeshRank(0, 0), "layers.0", [10, 11, 12]) == whole[0]).all()

@@ -426,4 +426,4 @@ def test_worker_survives_one_wrong_byte(engines):
         progress.until(decode, received="lied")
     assert_received(decode, [3, 4, 1], whole)
     (worker,) = decode.workers.values()
-    assert worker.take_failed() == {"lied": {6}}
+    assert worker.report.take_failed() == {"lied": {6}}

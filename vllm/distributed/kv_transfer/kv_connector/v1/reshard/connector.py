@@ -209,25 +209,26 @@ class NixlConnector(UpstreamConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests that were sent, and those that were received."""
-        return self._worker.get_finished()
+        return self._worker.collect().take_finished()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests that were sent, those received, and which of the latter failed."""
-        sent, drained = self._worker.get_finished()
-        received, failed = self._reports.advance(self._worker.take_failed(), drained)
+        report = self._worker.collect()
+        sent, drained = report.take_finished()
+        received, failed = self._reports.advance(report.failed, drained)
         return transfer_results(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that could not be read, if vLLM does not take failed requests instead."""
         if FAILED_READS_ARE_NAMED:
             return set()
-        return set().union(*self._worker.take_failed().values())
+        return set().union(*self._worker.report.take_failed().values())
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return reports for the scheduler that vLLM would not pass on at once."""
-        return (
-            WorkerReport(self._reports.take_newly_failed(), self._worker.take_shortages()) or None
-        )
+        report = self._worker.report
+        failed = report.take_failed() if FAILED_READS_ARE_NAMED else {}
+        return WorkerReport(failed=failed, shortages=report.take_shortages()) or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """Return outputs for the clients of requests that were received with a first token."""
@@ -238,7 +239,7 @@ class NixlConnector(UpstreamConnector):
         """Return what this worker or scheduler counted; None if nothing."""
         if self.connector_scheduler is not None:
             return self.connector_scheduler.take_stats()
-        return self._worker.take_stats()
+        return self._worker.report.take_stats()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

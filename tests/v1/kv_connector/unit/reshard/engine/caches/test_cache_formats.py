@@ -23,11 +23,11 @@ import vllm
 from tests.bases import RELEASE, requires_base
 from tests.v1.kv_connector.unit.reshard.forms import backend_of
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import cache_formats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
-    Arrangement,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_formats import (
     cache_format,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
+    Arrangement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.releases import (
     BLACKWELL_SCALES,

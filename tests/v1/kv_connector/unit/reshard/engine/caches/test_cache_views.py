@@ -11,10 +11,8 @@ import torch
 from vllm.v1.attention.ops.paged_attn import PagedAttention
 
 from tests.bases import requires_base
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
-    Arrangement,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
+    Arrangement,
     describe_layer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.bases import skip_module_unless_base
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
     Arrangement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (

@@ -375,7 +375,7 @@ def transfer(p: HybridEngine, d: HybridEngine) -> None:
         d.write(memory, rank, 1, D_IDS)
     read(p, d).until(p, sent="p-a")
     for rank, memory in d.memory.items():
-        assert d.workers[rank].take_failed() == {}
+        assert d.workers[rank].report.take_failed() == {}
         np.testing.assert_array_equal(memory, expected[rank])
 
 
@@ -428,7 +428,7 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for rank, memory in d.memory.items():
-        assert d.workers[rank].take_failed() == {}
+        assert d.workers[rank].report.take_failed() == {}
         np.testing.assert_array_equal(memory, expected[rank])
 
 
@@ -454,7 +454,7 @@ def test_state_of_other_tokens_or_blocks_is_refused(engines, caplog_vllm, change
     before = {rank: memory.copy() for rank, memory in d.memory.items()}
     read(p, d, **changes)
     (worker,) = d.workers.values()
-    assert worker.take_failed() == {"d-a": frozenset([*D_IDS[0], *D_IDS[1]])}
+    assert worker.report.take_failed() == {"d-a": frozenset([*D_IDS[0], *D_IDS[1]])}
     assert re.search(message, caplog_vllm.text)
     for rank, memory in d.memory.items():
         np.testing.assert_array_equal(memory, before[rank])
@@ -478,7 +478,7 @@ def test_state_of_another_form_is_refused_at_the_handshake(engines, caplog_vllm,
     p, d = engines("prefill", replace(family, **theirs)), engines("decode", family)
     read(p, d)
     (worker,) = d.workers.values()
-    assert set(worker.take_failed()) == {"d-a"}
+    assert set(worker.report.take_failed()) == {"d-a"}
     assert re.search(rf"layer model.layers.\d.mixer/\w+ .*{message}", caplog_vllm.text)
 
 

@@ -570,7 +570,7 @@ def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
     owner.on_new_request(first)
     assert owner.get_num_new_matched_tokens(first, 0)[0]
     assert not allocate(owner, first, [1, 2, 3]).fault
-    report(kv_connector_worker_meta=WorkerReport({"d-a"}))
+    report(kv_connector_worker_meta=WorkerReport(failed={"d-a": frozenset()}))
     report(finished_recving={"d-a"})
     assert owner.has_pending_push_work()
     owner.request_finished(first, ([],))

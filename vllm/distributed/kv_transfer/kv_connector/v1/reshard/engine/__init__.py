@@ -16,8 +16,6 @@ content, weights            what the KV of a prompt depends on
 settings                    options
 stats, traces               metrics and spans
 stalls                      warnings about threads that stand still
-devices                     the device that a worker's threads use
-queues                      a queue that loses nothing to an exception
 compat                      what releases of vLLM do not have in common
 
 `docs/architecture.md` shows the threads and the life of a request.

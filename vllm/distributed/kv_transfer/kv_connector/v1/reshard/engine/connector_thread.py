@@ -30,7 +30,7 @@ from threading import Event, Thread
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
-from .metadata import Report
+from .metadata import WorkerReport
 from .stalls import STALL_S, StallWatch
 from .transfer_engine import Incoming, SchedulerStep, TransferEngine
 
@@ -96,7 +96,7 @@ class ConnectorThread:
         self._incoming: deque[Incoming] = deque()
         # Taken from `_incoming`, not yet accepted by the transfer engine.
         self._taken: list[Incoming] = []
-        self._reports: deque[Report] = deque()
+        self._reports: deque[WorkerReport] = deque()
         self._news = Event()
         self._stopped = False
         # The exception that has ended the thread.
@@ -129,7 +129,7 @@ class ConnectorThread:
         self._incoming.append(incoming)
         self._news.set()
 
-    def collect(self) -> Report:
+    def collect(self) -> WorkerReport:
         """Return what has ended since the last call.
 
         Raises:
@@ -149,7 +149,7 @@ class ConnectorThread:
             self.hand_over(SchedulerStep())
         if not self._reports and self._moves:
             time.sleep(_MOMENT_S)
-        report = Report()
+        report = WorkerReport()
         while self._reports:
             report.add(self._reports.popleft())
         return report

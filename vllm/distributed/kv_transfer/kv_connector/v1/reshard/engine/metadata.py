@@ -85,53 +85,25 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
     def __bool__(self) -> bool:
         """Return whether anything is requested."""
-        return bool(
-            self.receive
-            or self.prefetch
-            or self.given_up
-            or self.admitted
-            or self.withdrawn
-            or self.offered
-            or self.awaited
-            or self.ended
-            or self.failed
-        )
+        of_offers = {"num_offers", "announcer"}
+        return any(value for name, value in vars(self).items() if name not in of_offers)
 
 
 @final
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers report to their scheduler in one step, as soon as they know it.
+    """What has become of requests at a worker, from its connector's thread to the scheduler.
 
-    Attributes:
-        failed: Requests that a worker could not read.
-        shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
-            can.
-    """
-
-    failed: set[RequestId] = field(default_factory=set)
-    shortages: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.failed or self.shortages)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Return two workers' reports in one."""
-        assert isinstance(other, WorkerReport)
-        return WorkerReport(self.failed | other.failed, self.shortages | other.shortages)
-
-
-@dataclass(slots=True)
-class Report:
-    """The results of a poll, for the engine's thread.
+    vLLM takes what was sent, received and counted. The rest goes to the connector's scheduler, as
+    soon as it is known.
 
     Attributes:
         sent: Requests whose blocks are not held for other engines any more.
         received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks, which may still be written
             until the request is in `received`.
-        shortages: Whether the worker can serve further engines, if that has changed: see
-            `WorkerReport`.
+        shortages: Why a worker cannot serve further engines, by its agent's name; empty once it
+            can.
         stats: Metrics; None without any.
     """
 
@@ -142,20 +114,46 @@ class Report:
     stats: ReshardStats | None = None
 
     def __bool__(self) -> bool:
-        return self.is_awaited or self.stats is not None
+        return bool(
+            self.sent or self.received or self.failed or self.shortages or self.stats is not None
+        )
 
-    @property
-    def is_awaited(self) -> bool:
-        """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed or self.shortages)
-
-    def add(self, later: Report) -> None:
-        """Merge a later report into this one."""
+    def add(self, later: WorkerReport) -> None:
+        """Merge a later report, or another worker's, into this one."""
         self.sent |= later.sent
         self.received |= later.received
-        self.shortages |= later.shortages
         self.failed |= later.failed
+        self.shortages |= later.shortages
         if self.stats is None:
             self.stats = later.stats
         elif later.stats is not None:
             self.stats.aggregate(later.stats)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Return two workers' reports in one."""
+        assert isinstance(other, WorkerReport)
+        both = WorkerReport()
+        both.add(self)
+        both.add(other)
+        return both
+
+    def take_finished(self) -> tuple[set[RequestId], set[RequestId]]:
+        """Take out the requests that were sent, and those that were received."""
+        finished = self.sent, self.received
+        self.sent, self.received = set(), set()
+        return finished
+
+    def take_failed(self) -> dict[RequestId, frozenset[int]]:
+        """Take out the requests that could not be read, with their blocks."""
+        failed, self.failed = self.failed, {}
+        return failed
+
+    def take_shortages(self) -> dict[str, str]:
+        """Take out what has changed of shortages."""
+        shortages, self.shortages = self.shortages, {}
+        return shortages
+
+    def take_stats(self) -> ReshardStats | None:
+        """Take out the metrics; None without any."""
+        stats, self.stats = self.stats, None
+        return stats

@@ -17,14 +17,12 @@ from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
 from .caches.ranks import shares_over_pcp
-from .metadata import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata, WorkerReport
 from .settings import Settings
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, ParallelConfig
-
-    from .stats import ReshardStats
 
 
 def is_pcp_replica(parallel_config: ParallelConfig) -> bool:
@@ -78,6 +76,7 @@ class PcpReplicaWorker:
     Attributes:
         handshake: Always None, so that the serving worker's data is used for this stage and TP
             rank.
+        report: As `ReshardWorker`'s.
     """
 
     handshake = None
@@ -86,7 +85,7 @@ class PcpReplicaWorker:
         # Requests that may be offered, as in the serving worker's ledger: an offer that is not in
         # that ledger is never reported there, and must not be reported here.
         self._admitted: set[RequestId] = set()
-        self._sent: set[RequestId] = set()
+        self.report = WorkerReport()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Do nothing: no other engine accesses these caches."""
@@ -98,24 +97,11 @@ class PcpReplicaWorker:
         self._admitted |= metadata.admitted
         offered = self._admitted & metadata.offered.keys()
         self._admitted -= offered
-        self._sent |= offered
+        self.report.sent |= offered
 
-    def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
-        """Return the requests offered since the last call as sent, and none as received."""
-        sent, self._sent = self._sent, set()
-        return sent, set()
-
-    def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return no failures, as nothing is read."""
-        return {}
-
-    def take_shortages(self) -> dict[str, str]:
-        """Return no shortages, as no other engine is met."""
-        return {}
-
-    def take_stats(self) -> ReshardStats | None:
-        """Return None, as nothing is moved; the serving worker counts the held blocks."""
-        return None
+    def collect(self) -> WorkerReport:
+        """Return `report`: the requests offered since it was taken out are sent."""
+        return self.report
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

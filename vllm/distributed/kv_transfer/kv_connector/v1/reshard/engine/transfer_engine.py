@@ -22,19 +22,18 @@ from vllm.logger import init_logger
 
 from ..protocol.messages import Announcement
 from ..protocol.quoting import one_line, quote
+from ..protocol.tasks import taken_once_done
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.lane import Lane
 from ..transport.limits import FileWatch
 from ..transport.transfers import Transfers
 from .connecting.peers import Peer, PeerTable
-from .metadata import Report, ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata, WorkerReport
 from .producer import ProducerSide
-from .queues import taken_once_done
 from .reading.consumer import ConsumerSide
 from .reading.incoming import named
-from .reading.notifier import Notifier
-from .reading.renewals import Renewals
+from .reading.notifier import Notifier, Renewals
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
@@ -128,14 +127,14 @@ class TransferEngine:
         # Lanes to close.
         self._ending: deque[Lane] = deque()
         # Results of a poll that was cut short, for the next one to report.
-        self._report = Report()
+        self._report = WorkerReport()
         # Lanes were closed: the next poll reports the requests that this has ended.
         self._has_ended = False
         # The last poll has packed a window for a reader.
         self._has_packed = False
         self._closed = False
 
-    def poll(self, incoming: list[Incoming], now_s: float) -> Report:
+    def poll(self, incoming: list[Incoming], now_s: float) -> WorkerReport:
         """Apply new input, advance all transfers, and return the requests that have ended.
 
         Work beyond the budget is left to the next poll: see `has_backlog`.
@@ -171,7 +170,7 @@ class TransferEngine:
         # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()
-        self._is_asked, self._report = False, Report()
+        self._is_asked, self._report = False, WorkerReport()
         return report
 
     def extend_deadlines(self, for_s: float) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the connector: reads blocks from other engines, and serves its own.
 
-The engine's thread calls everything here, `submit` and `get_finished` in every step. It registers
+The engine's thread calls everything here, `submit` and `collect` in every step. It registers
 the caches, hands over the scheduler's metadata and collects reports; the connector's thread, see
 `connector_thread`, does all the rest.
 """
@@ -25,7 +25,7 @@ from ..memory.cache import RankCache
 from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
-from ..protocol.ids import EngineId, RequestId
+from ..protocol.ids import EngineId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.tasks import Tasks
 from ..transport.agent import NixlAgent, can_be_polled, nixl_module
@@ -50,15 +50,13 @@ from .compat import REQUEST_NUMBERS, attention_variants
 from .connecting.dialer import Dialer, LocalEndpoint
 from .connecting.peers import PeerTable
 from .connector_thread import ConnectorThread
-from .devices import CacheDevice
-from .metadata import Report, ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerReport
 from .producer import ProducerSide
 from .reading.consumer import ConsumerSide
-from .reading.notifier import Notifier
-from .reading.renewals import Renewals
+from .reading.notifier import Notifier, Renewals
 from .settings import read_settings
 from .stats import ReshardStats
-from .transfer_engine import SchedulerStep, TransferEngine
+from .transfer_engine import Event, SchedulerStep, TransferEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +64,43 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _Result = TypeVar("_Result")
+
+
+class CacheDevice:
+    """The device that a worker's caches are on.
+
+    Args:
+        on_cpu: Whether the caches are in host memory, where work is complete when its call returns.
+
+    Attributes:
+        place: The caches' device; None until they are registered.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self._on_cpu = on_cpu
+        self.place: torch.device | None = None
+
+    def choose(self) -> None:
+        """Make the caches' device current for the calling thread and for NIXL's registrations.
+
+        A thread starts with the process's first device, whichever this worker's is.
+        """
+        if self.place is not None and self.place.type == "cuda":
+            torch.cuda.set_device(self.place)
+
+    def computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
+        """Record an event after device work that may write into blocks that this step reads into.
+
+        That is an earlier step, where the scheduler does not keep its blocks until it is over, and
+        what new blocks receive before this step computes: zeros, and copies of shared blocks.
+        Return None where there is nothing to wait for.
+        """
+        if self._on_cpu or not metadata.receive:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        computed: Event = event
+        return computed
 
 
 class ReshardWorker:
@@ -76,6 +111,10 @@ class ReshardWorker:
         engine_id: The engine's id, the same for all of its workers.
         kv_cache_config: This worker's KV-cache groups.
         clock: Monotonic clock, in seconds.
+
+    Attributes:
+        report: What was collected and not taken out yet.
+        handshake: Its handshake with other engines; None until the caches are registered.
     """
 
     def __init__(
@@ -149,9 +188,8 @@ class ReshardWorker:
         )
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
-        # Results collected from the thread, not taken yet.
-        self._report = Report()
-        # Both set once the caches are registered.
+        self.report = WorkerReport()
+        # Set once the caches are registered.
         self._factors: dict[str, str] = {}
         self.handshake: ReshardHandshakeMetadata | None = None
 
@@ -240,32 +278,14 @@ class ReshardWorker:
         if metadata:
             self._thread.hand_over(SchedulerStep(metadata, self._device.computed_before(metadata)))
 
-    def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
-        """Return the requests no longer held for other engines, and those this worker received.
+    def collect(self) -> WorkerReport:
+        """Return `report`, with what has become of requests since the last call.
 
-        A request that could not be read is first reported by `take_failed`. It is among the
-        received ones once nothing can write into its blocks: in the same call, or in a later one.
+        A request that could not be read is among those received once nothing can write into its
+        blocks: in the same call, or in a later one.
         """
-        report = self._report
-        report.add(self._thread.collect())
-        sent, report.sent = report.sent, set()
-        received, report.received = report.received, set()
-        return sent, received
-
-    def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests collected as failed since the last call, with their blocks."""
-        failed, self._report.failed = self._report.failed, {}
-        return failed
-
-    def take_shortages(self) -> dict[str, str]:
-        """Return what has changed of `WorkerReport.shortages` since the last call."""
-        shortages, self._report.shortages = self._report.shortages, {}
-        return shortages
-
-    def take_stats(self) -> ReshardStats | None:
-        """Return the metrics collected since the last call; None without any."""
-        stats, self._report.stats = self._report.stats, None
-        return stats
+        self.report.add(self._thread.collect())
+        return self.report
 
     def close(self) -> None:
         """Stop all threads and release all NIXL resources."""

@@ -12,16 +12,22 @@ lost over an unexpected exception.
 A task waits with `await suspended()`, and looks again at what it waits for when it is resumed:
 it may be resumed for any reason. Whoever changes something that a task waits for wakes it.
 
+What several tasks need in turn waits in queues, of which an exception loses nothing.
+
 There is no thread, no clock and no I/O here. All of it belongs to the thread that calls `run`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Generator
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from heapq import heappop, heappush
 from itertools import count
 from types import coroutine
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
 
 Body = Coroutine[float, None, None]
 Exit = Callable[[Exception | None], Body]
@@ -137,3 +143,14 @@ class Tasks:
             self.ready[task] = None
         elif at_s < math.inf:
             heappush(self._timers, (at_s, next(self._numbers), task))
+
+
+def taken_once_done(queue: deque[_Item]) -> Iterator[_Item]:
+    """Yield a queue's items, removing each once the next one is requested.
+
+    An item at which an exception is raised, or the loop ends, stays first in the queue. Items added
+    meanwhile come last.
+    """
+    while queue:
+        yield queue[0]
+        queue.popleft()

@@ -2,8 +2,7 @@
 """A worker's KV caches: which planes they consist of, and what their bytes mean.
 
 geometry                    vLLM's tensors and specifications -> planes of layers
-cache_views, cache_formats,
-arrangement                 the order of a tensor's axes, and the format of what a backend writes
+cache_views, cache_formats  the order of a tensor's axes, and the format of what a backend writes
 recurrent_state             the state of Mamba and linear attention
 ranks                       which rank a worker is, and what the other ranks of its engine hold
 ownership                   the layers and heads that a worker holds

@@ -31,7 +31,7 @@ from vllm import __version__ as vllm_version
 from vllm import envs
 
 from ..compat import keeps_turboquants_scales_apart, tokens_per_slot
-from .arrangement import Arrangement
+from .cache_views import Arrangement
 from .releases import BLACKWELL_SCALES, ROCM_ATTN_VALUES
 
 if TYPE_CHECKING:

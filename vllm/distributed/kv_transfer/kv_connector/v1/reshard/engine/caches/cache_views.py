@@ -10,15 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ...memory.cache import Plane
-from .arrangement import Arrangement
 
 if TYPE_CHECKING:
     import torch
+
+
+class Arrangement(Enum):
+    """How a block may be filled: what has a place of its own in it."""
+
+    SLOTS = "slots"
+    """Every head of every token, or of every state where one stands for several tokens."""
+
+    HEADS = "packed heads"
+    """Every head; its tokens adjoin, arranged by the backend."""
+
+    SIDES = "keys and values apart, in slots"
+    """Keys and values, each of them all heads of every token."""
+
+    PACKED_SIDES = "keys and values apart, in packed heads"
+    """Keys and values, each of them every head, whose tokens adjoin, arranged by the backend."""
+
+    QUARTERS = "keys, their scales, values, their scales"
+    """Each of these four, of every head; its tokens adjoin, arranged by the backend."""
+
+    PAGE = "whole blocks"
+    """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)

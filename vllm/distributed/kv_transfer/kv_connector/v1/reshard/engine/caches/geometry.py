@@ -35,8 +35,8 @@ from ..compat import (
     shares_tokens,
     tokens_per_slot,
 )
-from .arrangement import Arrangement
 from .cache_formats import cache_format
+from .cache_views import Arrangement
 from .ownership import Split, WorkerLayer
 from .recurrent_state import describe_state, is_known_state
 

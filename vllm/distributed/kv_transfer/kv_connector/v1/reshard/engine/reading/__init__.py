@@ -5,5 +5,5 @@ consumer                    all of them: `_read` is the life of each, `_leave` i
 incoming                    one of them: its state, log and trace
 prefetch                    what is read of a prompt while it is computed
 doubt                       blocks of failed requests that may still be written
-notifier, renewals          what producers are told, and the leases that are renewed
+notifier                    what producers are told, and the leases that are renewed
 """

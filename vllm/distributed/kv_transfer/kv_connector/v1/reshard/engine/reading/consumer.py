@@ -26,7 +26,7 @@ from ...protocol.messages import Receive, RemoteEngineAddress
 from ...protocol.quoting import one_line, quote
 from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
-from ...protocol.tasks import Tasks, suspended
+from ...protocol.tasks import Tasks, suspended, taken_once_done
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
@@ -35,8 +35,7 @@ from ...transport.packed_windows import Claim
 from ...transport.remote import LocalCache
 from ...transport.transfers import Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable
-from ..metadata import Report
-from ..queues import taken_once_done
+from ..metadata import WorkerReport
 from ..stats import ReadFailure, ReshardStats
 from ..traces import trace_of_read
 from .doubt import BlocksInDoubt
@@ -97,7 +96,7 @@ class ConsumerSide:
         # Connected peers with waiting requests, in round-robin order.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # What was not reported yet.
-        self._report = Report()
+        self._report = WorkerReport()
         # Time of the current poll.
         self._now_s = 0.0
         self._doubt = BlocksInDoubt(peers.lanes, stats)
@@ -280,10 +279,10 @@ class ConsumerSide:
             connection.leases.advance()
         return self._transfers.is_lingering or any(each.leases for each in self._peers.looking)
 
-    def take_report(self) -> Report:
+    def take_report(self) -> WorkerReport:
         """Return what has become of requests since the last call."""
         self._tasks.run(self._now_s)
-        report, self._report = self._report, Report()
+        report, self._report = self._report, WorkerReport()
         return report
 
     async def _read(self, request: IncomingRequest) -> None:

@@ -2,12 +2,9 @@
 """The scheduler's half of the connector. All of it belongs to the scheduler's thread.
 
 scheduler                   vLLM's calls
-receives                    which of a request's parameters count, and what workers read for it
-readers                     which request reads an offer, and which gives it up
-awaiting                    requests whose leases workers renew
-parking                     requests whose prompts another engine computes
+remote_reads                requests whose blocks other engines hold or compute: where each stands
+receives                    which of a request's parameters and tokens count, and what is read
 prompts                     requests that this engine computes, for those who ask for them
 offers                      what is held, on its way to the workers
 first_tokens                answers that begin with the token that the prefill engine sampled
-token_counts                how many tokens of a request are read, held and offered
 """

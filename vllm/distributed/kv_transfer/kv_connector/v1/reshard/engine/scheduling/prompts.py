@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
 
 _PARTS = 16
 """Most parts in which a prompt is told of while it is computed: each names all blocks so far."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request that is not offered yet.
+
+    Attributes:
+        request: The request.
+        attempt: The attempt to compute it that was told of last; -1 before the first one.
+        num_told: Number of its tokens that need not be told.
+    """
+
+    request: Request
+    attempt: int = -1
+    num_told: int = 0
 
 
 class Prompts:
@@ -59,10 +75,7 @@ class Prompts:
         self._in_flight = in_flight
         self.server: HandshakeServer | None = None
         self.block_ids_of: Callable[[RequestId], BlockIds] | None = None
-        # Those that are not offered.
-        self._prompts: dict[RequestId, Request] = {}
-        # Of those that are told of: the attempt, and how many tokens need not be told.
-        self._told: dict[RequestId, tuple[int, int]] = {}
+        self._prompts: dict[RequestId, _Prompt] = {}
 
     def add(self, request: Request, params: Params) -> None:
         """Add a request that has arrived, before anything is left out of its prompt."""
@@ -70,7 +83,7 @@ class Prompts:
             return
         request_id = request.request_id
         name, content = prefill_name(request_id, params), prompt_digest(request)
-        self._prompts[request_id] = request
+        self._prompts[request_id] = _Prompt(request)
         self.server.tell(lambda publisher: publisher.add(request_id, name, content))
 
     def begin_step(self, *, computes: bool) -> None:
@@ -80,7 +93,7 @@ class Prompts:
         self.server.came_round_s = time.monotonic() if computes else float("inf")
         if any(self._block_tokens) and self.block_ids_of is not None:
             for request_id in self.server.publisher.claimed & self._prompts.keys():
-                self._tell(request_id, self._prompts[request_id], self.block_ids_of)
+                self._tell(self._prompts[request_id], self.block_ids_of)
 
     def end_step(self) -> None:
         """Note that a step has ended: what has arrived is taken up now."""
@@ -95,45 +108,36 @@ class Prompts:
         """Tell that a request is held for its reader."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and self.server is not None:
-            self._told.pop(request_id, None)
-            attempt = prompt.num_preemptions
+            attempt = prompt.request.num_preemptions
             self.server.tell(lambda publisher: publisher.offer(request_id, params, attempt))
 
     def end(self, request_ids: Iterable[RequestId], reason: str) -> None:
         """Tell that requests have ended without an offer, or are not held any more."""
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
-            self._told.pop(request_id, None)
             if self.server is not None:
                 self.server.tell(partial(Publisher.end, request_id=request_id, reason=reason))
 
-    def _tell(
-        self,
-        request_id: RequestId,
-        prompt: Request,
-        block_ids_of: Callable[[RequestId], BlockIds],
-    ) -> None:
+    def _tell(self, prompt: _Prompt, block_ids_of: Callable[[RequestId], BlockIds]) -> None:
         """Tell how much of a prompt is computed, if that is enough more than before."""
-        in_flight = self._in_flight(prompt)
-        if in_flight is None or prompt.status is not RequestStatus.RUNNING:
+        request = prompt.request
+        in_flight = self._in_flight(request)
+        if in_flight is None or request.status is not RequestStatus.RUNNING:
             return
-        total = prompt.num_prompt_tokens
-        num_tokens = min(prompt.num_computed_tokens - in_flight, total)
-        attempt = prompt.num_preemptions
-        known, num_told = self._told.get(request_id, (-1, 0))
-        if known != attempt:
-            self._told[request_id] = attempt, num_tokens
+        total = request.num_prompt_tokens
+        num_tokens = min(request.num_computed_tokens - in_flight, total)
+        if prompt.attempt != request.num_preemptions:
+            prompt.attempt, prompt.num_told = request.num_preemptions, num_tokens
             return
-        if num_tokens <= num_told or num_tokens < num_told + total // _PARTS:
+        if num_tokens <= prompt.num_told or num_tokens < prompt.num_told + total // _PARTS:
             return
-        self._told[request_id] = attempt, num_tokens
+        prompt.num_told = num_tokens
+        request_id = request.request_id
         blocks = [
             list(ids[: num_tokens // tokens]) if tokens else []
             for ids, tokens in zip(block_ids_of(request_id), self._block_tokens, strict=True)
         ]
-        engine_id, host, port = self._address()
-        computed = Computed(
-            "", engine_id, host, port, request_id, attempt, num_tokens, total, blocks
-        )
+        place = self._address()
+        computed = Computed("", *place, request_id, prompt.attempt, num_tokens, total, blocks)
         assert self.server is not None
         self.server.tell(lambda publisher: publisher.compute(request_id, computed))

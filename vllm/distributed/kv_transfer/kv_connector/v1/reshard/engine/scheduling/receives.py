@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a request's parameters count, and what workers read for it."""
+"""Which of a request's parameters count, how many of its tokens, and what workers read for it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 
 from ...protocol.fingerprint import OfferFingerprint, fingerprint
 from ...protocol.ids import BlockIds
@@ -23,26 +26,106 @@ from ...protocol.quoting import quote
 from ...protocol.subscriptions import Computed
 from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
-from .readers import is_placeholder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from ..weights import Adapter
+    from ..weights import Adapters
 
 logger = init_logger(__name__)
 
 
-def note_adapter(request: Request, adapter: Adapter) -> None:
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Counts tokens and blocks of this engine's requests.
+
+    Attributes:
+        block_tokens: Tokens of a sequence that one block id stands for, for each KV-cache group.
+        state_groups: Groups that keep recurrent state.
+        has_windows: Whether some group keeps only the last tokens.
+    """
+
+    block_tokens: tuple[int, ...]
+    state_groups: Collection[int]
+    has_windows: bool
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks `num_tokens` tokens take at most, over all KV-cache groups."""
+        return sum(cdiv(num_tokens, tokens) for tokens in self.block_tokens)
+
+    def blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
+        """Return the blocks of a request that hold its first `num_tokens` tokens.
+
+        Upstream's scheduler finds which block has the state, so all blocks of state groups are
+        kept.
+        """
+        return tuple(
+            ids if number in self.state_groups else ids[: cdiv(num_tokens, tokens)]
+            for number, (ids, tokens) in enumerate(zip(block_ids, self.block_tokens, strict=True))
+        )
+
+    def num_to_read(
+        self,
+        num_asked: int,
+        num_offered: int | None,
+        num_computed: int,
+        num_tokens: int,
+    ) -> int:
+        """Return how many tokens behind the locally computed ones are read from another engine.
+
+        No more are read than are offered. Recurrent state covers exactly as many tokens as its
+        producer says; where fewer are needed, all are computed here.
+
+        vLLM recomputes a prompt's last token for its logits. With windows that token is not read:
+        if it counted as computed, the blocks that only its own window reaches back to would already
+        be freed.
+
+        Args:
+            num_asked: How many would be read if all of them were offered.
+            num_offered: How many of the sequence are offered; None if the producer did not say.
+            num_computed: How many are computed here.
+            num_tokens: How many the request has.
+        """
+        count = num_asked
+        if count > 0 and num_offered is not None:
+            count = max(min(count, num_offered - num_computed), 0)
+            if self.state_groups and num_computed + count != num_offered:
+                return 0
+        if self.has_windows and 0 < count == num_tokens - num_computed:
+            count -= 1
+        return count
+
+
+def num_to_offer(num_computed: int, num_tokens: int) -> int:
+    """Return how many tokens of an ended request have their KV in its blocks.
+
+    The last token was sampled but not computed. Any count beyond that comes from a step in flight,
+    or from drafts behind the token that ended the answer.
+    """
+    return min(num_computed, num_tokens - 1)
+
+
+def is_placeholder(request: Request) -> bool:
+    """Return whether vLLM made up this request for one that its API server has not seen through.
+
+    Such a request has the one token 0, and the parameters of the true one. A request that vLLM
+    refuses while paused is aborted at once, too, but has its own prompt.
+    """
+    return bool(request.abort_immediately) and request.prompt_token_ids == [0]
+
+
+def note_adapter(request: Request, adapters: Adapters) -> None:
     """Bind a new request's blocks to what its adapter is; have it read nothing if that is unknown.
 
     It reads nothing either where vLLM's prefix cache might serve it KV of other files. Blocks that
     an engine of an older build holds stay bound to the adapter's name.
     """
     params, lora = request.kv_transfer_params, request.lora_request
+    if lora is None:
+        return
+    adapter = adapters.identify(lora)
     if not params or not is_disaggregated(params):
         return
-    assert lora is not None
     name, path = quote(lora.lora_name), quote(lora.lora_path)
     if adapter.digest is not None and not bind_adapter(params, adapter.digest):
         logger.warning_once(
@@ -58,6 +141,19 @@ def note_adapter(request: Request, adapter: Adapter) -> None:
             "which vLLM does not see; load it from another path.",
             *(name, path, seen),
         )
+
+
+def offered_adapter(request: Request, adapters: Adapters) -> str | None:
+    """Return what the adapter that computed an ended request is; None if it has none to tell of."""
+    adapter = own_adapter(request.kv_transfer_params)
+    if adapter is None or request.lora_request is None:
+        return None
+    now = adapters.identify(request.lora_request).digest
+    if now != adapter:
+        # Which files computed its blocks cannot be told: they are nobody's.
+        adapter = f"{quote(adapter)} or {quote(now)}"
+        bind_adapter(request.kv_transfer_params, adapter)
+    return adapter
 
 
 def _adapter_fault(request: Request, source: RemoteBlocks) -> str | None:

@@ -27,13 +27,11 @@ from ...protocol.metadata import encode_replies
 from ...protocol.params import (
     Params,
     already_requested,
-    bind_adapter,
     check_host,
     faulty,
     is_disaggregated,
     note_requested,
     offered_tokens,
-    own_adapter,
     partly_computed,
     remote_blocks,
     remote_request,
@@ -55,26 +53,25 @@ from ..compat import (
     tokens_in_flight,
 )
 from ..content import prompt_digest
-from ..failed_reads import FailedLoads
 from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerReport
 from ..settings import read_settings, remarks
 from ..stats import ReshardStats
 from ..weights import Adapters
-from .awaiting import AwaitedRequests
 from .first_tokens import open_first_tokens
 from .offers import OfferBook, host_for_workers
-from .parking import Parked, Parking
 from .prompts import Prompts
-from .readers import OfferClaims, is_placeholder
 from .receives import (
+    TokenCounts,
     address_of,
     fingerprint_of,
+    is_placeholder,
     note_adapter,
+    num_to_offer,
+    offered_adapter,
     part_of,
     receive_of,
-    to_give_up,
 )
-from .token_counts import TokenCounts, num_to_offer
+from .remote_reads import RemoteRead, RemoteReads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,7 +125,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         has_windows = bool(window_groups(kv_cache_config))
         self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
-        self._awaited = AwaitedRequests()
         self._offers = OfferBook()
         self._adapters = Adapters()
         # With drafts, a step's tokens may be rejected: no part of a prompt is told of.
@@ -143,15 +139,19 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Without the null block. 0 with drafts, because their extra blocks are not counted here.
         num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
         longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
-        self._parking = Parking(self._subscriber, num_blocks, longest_blocks)
-        self._block_pool: BlockPool | None = None
-        self._readers = OfferClaims()
         self._stats = ReshardStats()
+        self._reads = RemoteReads(
+            self._subscriber,
+            self._trusted,
+            self._stats.record_blocks_in_doubt,
+            num_blocks,
+            longest_blocks,
+        )
+        self._block_pool: BlockPool | None = None
         raise_file_limit()
         self._shortages: dict[str, str] = {}
         # Requests without parameters before the first one with them; then less than any number.
         self._num_without = 0.0
-        self._reads = FailedLoads(self._stats.record_blocks_in_doubt)
         self.first_tokens = open_first_tokens(
             vllm_config,
             settings,
@@ -245,8 +245,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             request: A new request, or one that was held back.
             resume: Has vLLM come to the request again; any thread may call it.
         """
-        held = self._parking.holds_back(request.request_id, self._num_free_blocks())
-        if held is None:
+        held = self._reads.holds_back(request.request_id, self._num_free_blocks())
+        if held is None and not self._reads.is_written(request.request_id):
             early = early_request(request.kv_transfer_params, request.request_id, self._trusted)
             if isinstance(early, EarlyRequest):
                 self._park(request, early, resume)
@@ -255,30 +255,20 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def drop(self, request_ids: Iterable[RequestId]) -> None:
         """Forget requests that are held back: their clients have left."""
-        for request_id in request_ids:
-            self._parking.leave(request_id)
+        self._reads.drop(request_ids)
 
     def _park(
         self, request: Request, early: EarlyRequest, resume: Callable[[], None] | None
     ) -> None:
         """Ask for a request that was sent to both engines at once, or give it up unseen."""
         self._count_request(has_params=True)
+        content = None if is_placeholder(request) else prompt_digest(request)
         num_blocks = self._counts.num_blocks(request.num_tokens)
-        parked = Parked(
-            request,
-            request.request_id,
-            early.place,
-            early.name,
-            time.monotonic(),
-            num_blocks,
-            resume,
-            None if is_placeholder(request) else prompt_digest(request),
-        )
-        self._parking.park(parked)
+        self._reads.park(request, early.place, early.name, content, num_blocks, resume)
 
     def _deliver(self, news: News) -> None:
         """Take news of a request; called by the subscriber's thread."""
-        self._parking.deliver(news)
+        self._reads.deliver(news)
 
     def _num_free_blocks(self) -> int:
         return 0 if self._block_pool is None else self._block_pool.get_num_free_blocks()
@@ -286,25 +276,24 @@ class ReshardScheduler(NixlConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         """Add a new request as upstream does, with sanitized parameters.
 
-        Only one request reads an offer, because its producer frees the blocks once it is notified.
-        If a prompt has several answers (`n`), the other requests compute it. A request also
-        computes its prompt if a read under the same id is still under way. A request that vLLM made
-        up reads nothing; it gives up an offer that no request of this engine has read: see
-        `readers`.
+        If a prompt has several answers (`n`), one request reads it, and the others compute it. A
+        request also computes its prompt if a read under the same id is still under way. A request
+        that vLLM made up reads nothing; it gives up an offer that no request of this engine has
+        read: see `remote_reads`.
         """
         params: Any = request.kv_transfer_params
         early = early_request(params, request.request_id, self._trusted)
-        if isinstance(early, EarlyRequest):
+        is_written = self._reads.is_written(request.request_id)
+        if isinstance(early, EarlyRequest) and not is_written:
             # If vLLM cannot hold it back, it waits in vLLM's scheduler.
-            if request.request_id not in self._parking:
+            if self._reads.waiting(request.request_id) is None:
                 self._park(request, early, None)
             if is_placeholder(request):
                 request.kv_transfer_params = None
                 return
             # Until `_enter` fills in others.
             request.kv_transfer_params = partly_computed(early.place, early.name or "unknown", 0)
-            if request.lora_request is not None:
-                note_adapter(request, self._adapters.identify(request.lora_request))
+            note_adapter(request, self._adapters)
             return
         if isinstance(early, str):
             params, fault = faulty(early), None
@@ -319,7 +308,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
             )
         self._count_request(has_params=is_disaggregated(params))
-        if params and request.request_id in self._reads and not is_placeholder(request):
+        if params and is_written and not is_placeholder(request):
             # Even with malformed parameters: this id stands for blocks that are still written into.
             params = without_source(params)
         self._take_params(request, params)
@@ -329,63 +318,61 @@ class ReshardScheduler(NixlConnectorScheduler):
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
             if is_placeholder(request):
-                is_free = self._readers.may_give_up(remote)
+                is_free = self._reads.may_give_up(remote)
             else:
-                is_free = self._readers.claim(remote, request.request_id)
+                is_free = self._reads.claim(request, remote)
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
-        if request.lora_request is not None:
-            note_adapter(request, self._adapters.identify(request.lora_request))
+        note_adapter(request, self._adapters)
         if params and params.get("do_remote_decode"):
             # Upstream may leave out the prompt's last tokens.
             self._prompts.add(request, params)
         super().on_new_request(request)
-        if params and params.get("do_remote_prefill"):
+        if params and params.get("do_remote_prefill") and not is_placeholder(request):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
-                named = RemoteRequest(address_of(source), source.remote_request_id)
-                self._awaited.begin(request.request_id, named)
+                held = RemoteRequest(address_of(source), source.remote_request_id)
+                self._reads.renew(request, held)
         if params and params.get("do_remote_decode"):
             self.first_tokens.ask(request)
 
-    def _enter(self, request: Request, parked: Parked) -> None:
+    def _enter(self, read: RemoteRead) -> None:
         """Go on with a request that another engine offers, or computes, or will not offer."""
-        news = parked.news
+        request, news = read.request, read.news
         if isinstance(news, Computed):
             place = RemoteEngineAddress(news.engine_id, news.host, news.port)
             request.kv_transfer_params = partly_computed(place, news.request_id, news.total_tokens)
             return
-        self._parking.take(request.request_id)
+        self._reads.settle(read)
         if isinstance(news, Offered):
             params, _ = sanitize_params(news.params, reads_back=False, trusted=self._trusted)
-            if parked.has_waited:
-                self._stats.record_prefill_wait(time.monotonic() - parked.since_s)
+            if read.has_waited:
+                self._stats.record_prefill_wait(time.monotonic() - read.since_s)
         else:
             assert isinstance(news, Gone)
             params = faulty(f"its prefill engine will not offer it: {one_line(news.reason)}")
         self._take_params(request, params)
 
-    def _settle(self, parked: Parked, metadata: ReshardConnectorMetadata) -> None:
-        """Have workers read the rest of a request whose computed part they read."""
-        request, news, block_ids = parked.request, parked.news, parked.block_ids
-        assert block_ids is not None
+    def _read_on(self, read: RemoteRead) -> None:
+        """Have workers read more of a prefetched request: what is computed now, or all the rest."""
+        request, news, outbox = read.request, read.news, self._reads.outbox
         if isinstance(news, Computed):
             if check_host(news.host, self._trusted) is None:
-                metadata.prefetch[request.request_id] = part_of(request, block_ids, news)
+                outbox.prefetch[request.request_id] = part_of(request, read.block_ids, news)
             return
         expected = offered_tokens(request.kv_transfer_params)
-        self._enter(request, parked)
+        self._enter(read)
         params = request.kv_transfer_params or {}
         if offered_tokens(params) != expected and remote_request(params) is not None:
             self._take_params(request, faulty("other tokens are offered than were computed"))
             params = request.kv_transfer_params
         assert params is not None
         note_requested(params)
-        receive = self._receive(request, block_ids)
+        receive = self._receive(request, read.block_ids)
         if isinstance(news, Offered):
             receive = replace(receive, attempt=news.attempt)
-        metadata.receive[request.request_id] = receive
+        outbox.receive[request.request_id] = receive
 
     def _count_request(self, *, has_params: bool) -> None:
         """Count a new request; say once if none of the first ones concerns another engine."""
@@ -406,8 +393,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Return how many tokens to read, and whether asynchronously; (None, False) to wait.
 
-        A request that was sent to both engines waits until `parking` allows it blocks. No more are
-        read than `token_counts` allows.
+        A request that was sent to both engines waits until `remote_reads` allows it blocks. No more
+        are read than `TokenCounts` allows.
 
         Upstream assumes that the whole prompt was prefilled. If the prompt has grown since, the
         rest is computed here.
@@ -418,11 +405,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         Upstream counts no tokens for a prompt of embeddings. Such a prompt is read like any other,
         but not read back: the last answer consists of tokens, and this prompt of embedding rows.
         """
-        if (parked := self._parking.get(request.request_id)) is not None:
-            self._parking.hear()
-            if not self._parking.may_have_blocks(request.request_id, self._num_free_blocks()):
+        if (read := self._reads.waiting(request.request_id)) is not None:
+            self._reads.hear()
+            if not self._reads.may_have_blocks(read, self._num_free_blocks()):
                 return None, False
-            self._enter(request, parked)
+            self._enter(read)
         params = request.kv_transfer_params
         if already_requested(params) or request.skip_reading_prefix_cache:
             return 0, False
@@ -445,63 +432,50 @@ class ReshardScheduler(NixlConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
         self._prompts.begin_step(computes=scheduler_output.total_num_scheduled_tokens > 0)
-        wanted: dict[str, tuple[Request, BlockIds]] = {
-            # Further fields are for upstream's worker.
-            request_id: entry[:2]
-            for request_id, entry in self._reqs_need_recv.items()
-        }
+        wanted = dict(self._reqs_need_recv)
         self._reqs_need_recv.clear()
         upstream: Any = super().build_connector_meta(scheduler_output)
         now_s = time.perf_counter()
-        metadata = ReshardConnectorMetadata(
-            admitted=upstream.reqs_in_batch,
-            withdrawn=upstream.reqs_not_processed,
-        )
         leases_s = {
             request_id: max(expires_at_s - now_s, 0.0)
             for request_id, expires_at_s in upstream.reqs_to_send.items()
         }
-        self._offers.write_to(metadata, leases_s)
-        for request_id, (request, block_ids) in wanted.items():
+        # Further fields are for upstream's worker.
+        for request_id, (request, block_ids, *_) in wanted.items():
+            read = self._reads.waiting(request_id)
             # Without blocks, the producer is notified, but workers report nothing.
             if any(block_ids):
-                self._reads.begin(request, sum(map(len, block_ids)))
-            parked = self._parking.get(request_id)
-            if parked is None:
-                metadata.receive[request_id] = self._receive(request, block_ids)
+                self._reads.begin(request, block_ids)
+            if read is None:
+                receive = self._receive(request, block_ids)
+                self._reads.outbox.receive[request_id] = receive
             elif any(block_ids):
-                parked.block_ids = block_ids
-                self._settle(parked, metadata)
+                self._read_on(read)
             else:
                 # All of it is cached here.
-                self._parking.leave(request_id)
-        for parked in self._parking.take_heard():
-            self._settle(parked, metadata)
-        given_up = [self._receive(request, ()) for request in self._readers.take_given_up()]
-        given_up += filter(
-            None, (to_give_up(each, self._trusted) for each in self._parking.take_given_up())
-        )
-        metadata.given_up = [receive for receive in given_up if receive.secret is not None]
-        metadata.failed = self._reads.take_failed()
-        # With the reads that have begun: those of `_settle`, too.
-        self._awaited.write_to(metadata)
+                self._reads.leave(read)
+        for read in self._reads.take_heard():
+            self._read_on(read)
+        metadata = self._reads.take_outbox()
+        metadata.admitted = upstream.reqs_in_batch
+        metadata.withdrawn = upstream.reqs_not_processed
+        self._offers.write_to(metadata, leases_s)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Process the workers' reports; `failed_reads` decides what vLLM sees of failed reads."""
+        """Process the workers' reports; `remote_reads` decides what vLLM sees of failed reads."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
         self._prompts.end_step()
         if isinstance(told, WorkerReport):
-            for request_id in self._reads.hear(told.failed):
+            for request_id in self._reads.fail(told.failed):
                 self._stop_heartbeat(request_id)
-                self._parking.leave(request_id)
             self._shortages |= told.shortages
             if self._server is not None:
                 self._server.shortage = next(filter(None, self._shortages.values()), "")
         self._prompts.end(connector_output.finished_sending or (), "it is not held there any more")
         if connector_output.finished_recving:
-            connector_output.finished_recving = self._reads.settle(
+            connector_output.finished_recving = self._reads.receive(
                 connector_output.finished_recving
             )
             self.first_tokens.receive(connector_output.finished_recving)
@@ -511,15 +485,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step even if it has nothing to compute, or is paused.
-
-        Then to free blocks, or to tell workers whose leases they renew from now on.
-        """
-        return (
-            self._reads.num_taken_blocks > 0
-            or self._awaited.has_untold
-            or self._parking.has_given_up
-        )
+        """Return whether the engine must step even if it has nothing to compute, or is paused."""
+        return self._reads.has_work
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
         """Return what to read for a request."""
@@ -550,10 +517,7 @@ class ReshardScheduler(NixlConnectorScheduler):
           a preemption can still end the request.
         """
         self.first_tokens.finish(request.request_id)
-        if (parked := self._parking.leave(request.request_id)) is not None:
-            if parked.block_ids is not None:
-                # Workers stop reading what is computed of it.
-                self._reads.hear({request.request_id})
+        if self._reads.finish(request):
             return False, None
         delay_free, params = self._request_finished(request, block_ids)
         if delay_free:
@@ -573,9 +537,6 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         if not is_disaggregated(request.kv_transfer_params):
             return False, None
-        remote = remote_request(request.kv_transfer_params or {})
-        if remote is not None:
-            self._readers.finish(remote, request.request_id)
         num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
         state_is_past_answer = bool(self._state_groups) and request.num_computed_tokens > num_tokens
         was_restarted = (
@@ -591,24 +552,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         delay_free, params = super().request_finished(request, block_ids)
         if (
-            remote is not None
-            and is_placeholder(request)
+            is_placeholder(request)
+            and remote_request(request.kv_transfer_params or {}) is not None
             and self._reqs_need_recv.pop(request.request_id, None) is not None
         ):
-            self._readers.give_up(remote, request)
+            self._reads.give_up(self._receive(request, ()))
         if must_not_offer and params is not None:
             self._reqs_not_processed.add(request.request_id)
             params = None
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
-            adapter = own_adapter(request.kv_transfer_params)
-            if adapter is not None and request.lora_request is not None:
-                now = self._adapters.identify(request.lora_request).digest
-                if now != adapter:
-                    # Which files computed its blocks cannot be told: they are nobody's.
-                    adapter = f"{quote(adapter)} or {quote(now)}"
-                    bind_adapter(request.kv_transfer_params, adapter)
+            if (adapter := offered_adapter(request, self._adapters)) is not None:
                 params["remote_adapter"] = adapter
             fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
@@ -628,7 +583,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """Stop renewing a request's lease; upstream calls this once it is received or has ended."""
-        self._awaited.end(req_id)
+        self._reads.stop_renewal(req_id)
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ...memory.cache import Plane
-from .arrangement import Arrangement
+from .cache_views import Arrangement
 
 if TYPE_CHECKING:
     import torch
