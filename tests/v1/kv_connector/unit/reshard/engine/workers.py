@@ -270,11 +270,12 @@ class Engine:
         *request_ids: str,
         lease_s: float = 30.0,
         trace_headers: dict[str, str] | None = None,
+        block_ids: tuple[list[int], ...] = (),
         **metadata,
     ) -> None:
         """Compute requests, and hold their blocks."""
         self.start(admitted=set(request_ids))
-        offer = Offer(OFFER, lease_s, trace_headers=trace_headers)
+        offer = Offer(OFFER, lease_s, trace_headers=trace_headers, block_ids=block_ids)
         self.start(offered=dict.fromkeys(request_ids, offer), **metadata)
 
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
