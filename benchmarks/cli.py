@@ -49,7 +49,7 @@ from .turns import Plan
 
 _WIDTH = 170
 _PRELOAD = "benchmarks.host"
-_STRATEGIES = ("auto", "direct", "staged")
+_STRATEGIES = ("auto", "direct", "staged", "packed")
 _BUSY_LOAD = 0.5
 """Load average of a core above which figures are doubtful."""
 

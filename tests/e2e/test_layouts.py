@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.e2e.layouts import (
@@ -79,6 +81,17 @@ def test_requests_at_once_do_not_mix(engines: Engines, case: Case, pair: Pair) -
     answers = pair.ask_at_once(texts)
     assert answers == [engines.right_answer(text) for text in texts]
     assert len(set(answers)) == len(texts)
+
+
+def test_ranks_read_packed(engines: Engines, case: Case, pair: Pair) -> None:
+    """Where the decode engine is told to, the prefill engine packs what it reads."""
+    if case.decode != RANKS:
+        pytest.skip("reads as it chooses")
+    packed = partial(metric, pair.decode, "vllm:nixl_read_bytes_total", strategy="packed")
+    before = packed()
+    texts = iter(text_of(f"packed {number} {case}", 60) for number in range(20))
+    # What it has not heard in time is read direct.
+    wait_until(lambda: pair.ask(next(texts)) and packed() > before, "a packed read")
 
 
 def test_all_blocks_come_back(pair: Pair) -> None:

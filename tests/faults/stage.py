@@ -296,7 +296,13 @@ def running(model_dir: Path, run_dir: Path) -> Iterator[Stage]:
                 side_channel_port=PortAllocator().take(STAGES.world_size),
             ),
             spec("one", EMBEDS),
-            spec("ranks", EMBEDS, layout=RANKS, policy="recompute", options=seeded),
+            spec(
+                "ranks",
+                EMBEDS,
+                layout=RANKS,
+                policy="recompute",
+                options={**seeded, "transfer_strategy": "packed"},
+            ),
         )
         stage = Stage(stack, prefill, decode, recomputing, stack.start_router([prefill], [decode]))
         stage.assert_serving()

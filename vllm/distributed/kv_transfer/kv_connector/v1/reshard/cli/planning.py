@@ -17,6 +17,7 @@ from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
 from ..memory.staging import stage_leg
+from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES
 from ..memory.strategy import StagingPolicy, Strategy
 from ..plan.mesh import MeshRank
 from ..plan.reshard import Read, ReshardPlan, plan_reshard
@@ -40,7 +41,8 @@ class Part:
         descriptors: Number of descriptors.
         descriptor_bytes: Size of the smallest.
         merged: Number of descriptors after merging those that adjoin at both ends.
-        staged: The same for a read by way of an arena, where adjoining at the source is enough.
+        staged: The same for a read by way of an arena, where adjoining at the source is enough; if
+            it is packed, the number of windows.
         strategies: How its legs are read, by the defaults of `StagingPolicy`.
     """
 
@@ -216,7 +218,12 @@ def _cost(
         staged = stage_leg(leg, src)
     except LocalLayoutError:
         return (num_bytes, count, merged, merged), Strategy.DIRECT
-    how = staged.choose(selected, StagingPolicy()) if count else Strategy.DIRECT
+    if not count:
+        return (num_bytes, count, merged, staged.num_merged(selected)), Strategy.DIRECT
+    how = staged.choose(selected, StagingPolicy(), may_pack=True)
+    if how is Strategy.PACKED:
+        windows = list(staged.windows(selected, MAX_PACKED_BYTES, MAX_PACKED_BLOCKS))
+        return (num_bytes, count, merged, len(windows)), how
     return (num_bytes, count, merged, staged.num_merged(selected)), how
 
 

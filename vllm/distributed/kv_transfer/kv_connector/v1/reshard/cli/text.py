@@ -100,7 +100,7 @@ def _ways(planned: Planned) -> Table:
         size, counts = bytes_text(part.descriptor_bytes), (part.merged, part.staged)
         return [f"{part.descriptors:,}", size, *(f"{each:,}" for each in counts), part.how]
 
-    return _table("Direct or staged", names, _by_reader(planned, cells), right=names[3:7])
+    return _table("Direct, staged or packed", names, _by_reader(planned, cells), right=names[3:7])
 
 
 def _by_reader(planned: Planned, cells: Callable[[Part], list[str]]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.leg import Indices, Rows, side_by_side
-from ..memory.packing import PACK_UNIT_BYTES
+from ..memory.packing import MAX_PACKED_BYTES, PACK_UNIT_BYTES
 from ..protocol.description import WorkerDescription
 from ..protocol.lifetimes import Lifetime
 from ..protocol.packing import TABLE_BYTES
@@ -23,7 +23,7 @@ from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
 from .lane import Lane
 from .lease_check import LeaseChecker, PreparedTable, prepare_table
-from .packed_windows import MAX_PACKED_BYTES, PackedWindows
+from .packed_windows import PackedWindows
 from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedPacking, PreparedStaging
 
 logger = init_logger(__name__)

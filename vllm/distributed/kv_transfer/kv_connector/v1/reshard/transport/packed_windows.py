@@ -28,14 +28,7 @@ from .agent import Prepared, Transfer, TransferState
 from .row_buffer import Reads, RowBuffer, RowRead
 
 MOST_ASKED_AT_ONCE = 8
-"""Windows of one worker that are asked for and not returned: some are packed while others are read.
-With 2 instead, reads over shared memory take 1.3 times as long."""
-
-MAX_PACKED_BYTES = 4 << 20
-"""Size of a window: large enough to take a transport's full speed, and gathered in a millisecond."""
-
-MAX_PACKED_BLOCKS = 1024
-"""Blocks of a window, whose ids a notification carries."""
+"""Windows of one worker that are asked for and not returned: some are packed while others are read."""
 
 #: interval packed: a window is read direct, as it was not packed.
 PACKED_WITHIN_S = 0.1

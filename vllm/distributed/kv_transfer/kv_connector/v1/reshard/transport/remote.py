@@ -16,7 +16,7 @@ from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
-from ..memory.packing import PackedCache, PackedLeg
+from ..memory.packing import MAX_PACKED_BYTES, PackedCache, PackedLeg
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
@@ -24,7 +24,7 @@ from ..plan.text import describe_reads
 from ..protocol.description import WorkerDescription
 from ..protocol.request_blocks import check_windows
 from .agent import Prepared
-from .packed_windows import MAX_PACKED_BYTES, PackedWindows
+from .packed_windows import PackedWindows
 from .staging_area import StagingArea
 
 logger = init_logger(__name__)

@@ -37,7 +37,7 @@ from vllm.logger import init_logger
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
 from ..memory.leg import Selection
-from ..memory.packing import PACK_UNIT_BYTES, in_units
+from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES, PACK_UNIT_BYTES, in_units
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
@@ -47,14 +47,7 @@ from .agent import LOOK_THERE, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
-from .packed_windows import (
-    MAX_PACKED_BLOCKS,
-    MAX_PACKED_BYTES,
-    Claim,
-    PackedWindow,
-    PackedWindows,
-    PackState,
-)
+from .packed_windows import Claim, PackedWindow, PackedWindows, PackState
 from .remote import PreparedLeg
 from .staging_area import StagingArea
 
