@@ -144,9 +144,14 @@ class PackedWindows:
         self._asks_again_at_s = -math.inf
 
     @property
+    def is_moving(self) -> bool:
+        """Whether a window is waited for, or something is to be sent."""
+        return bool(self._windows or self._asked or self._returned)
+
+    @property
     def is_busy(self) -> bool:
-        """Whether a window is waited for, or a look or a message is under way."""
-        return bool(self._windows or self._look or self._asked or self._returned)
+        """Whether it is moving, or a look is in flight."""
+        return self.is_moving or self._look is not None
 
     @property
     def has_room(self) -> bool:
@@ -154,8 +159,9 @@ class PackedWindows:
         return len(self._windows) < MOST_ASKED_AT_ONCE
 
     def serves(self, now_s: float) -> bool:
-        """Return whether the worker has packed in time of late."""
-        return now_s >= self._asks_again_at_s
+        """Return whether the worker has packed in time of late, and no look hangs."""
+        hangs = self._look is not None and now_s >= self._look.hangs_at_s
+        return now_s >= self._asks_again_at_s and not hangs
 
     def ask(self, claim: Claim, leg: PackedLeg, window: Window, now_s: float) -> PackedWindow:
         """Ask for a window; `advance` sends that."""
@@ -225,14 +231,13 @@ class PackedWindows:
             has_read = (each for each in self._windows if each.state is PackState.READ)
             self._look = _Look(read, now_s + _LOOK_HANGS_S, frozenset(has_read))
 
-    def give_up(self) -> None:
-        """Take all windows for lost, and ask for no more: the worker cannot be reached."""
+    def lose_all(self) -> None:
+        """Take all windows for lost: the worker cannot be reached, or does not answer."""
         for each in self._windows:
             each.state = PackState.LOST
         self._windows.clear()
         self._asked.clear()
         self._returned.clear()
-        self._asks_again_at_s = math.inf
 
     def _finish_look(self, now_s: float) -> None:
         """Take note of what a look has found.
@@ -247,7 +252,7 @@ class PackedWindows:
         if state is TransferState.IN_FLIGHT:
             if now_s >= look.hangs_at_s:
                 # It is polled on until it ends.
-                self.give_up()
+                self.lose_all()
             return
         self._look = None
         if state is not TransferState.DONE:

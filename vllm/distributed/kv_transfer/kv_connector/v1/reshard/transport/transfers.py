@@ -226,7 +226,7 @@ class Transfers:
             or self._queue
             or self._prefetched
             or self._landed
-            or self._packing
+            or any(each.is_moving for each in self._packing)
             or any(not each.unwanted for each in self._posted)
         )
 
@@ -237,8 +237,8 @@ class Transfers:
 
     @property
     def is_lingering(self) -> bool:
-        """True while reads are in flight, those of failed requests included."""
-        return bool(self._posted)
+        """True while reads are in flight, looks and those of failed requests included."""
+        return bool(self._posted or self._packing)
 
     def cut(
         self, leg: PreparedLeg, selections: Sequence[Selection], claim: Claim | None = None
@@ -441,7 +441,7 @@ class Transfers:
             call()
         except TransferError as error:
             logger.debug("Windows are lost: %s", one_line(error))
-            windows.give_up()
+            windows.lose_all()
             self.broken.append(connection)
 
     def _serve_queue(self, now_s: float, budget: Budget) -> None:
