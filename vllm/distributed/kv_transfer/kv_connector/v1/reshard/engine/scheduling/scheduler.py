@@ -615,9 +615,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
             )
             params["remote_secret"] = write_secret(secret)
-            first_token = self.first_tokens.of_offer(request)
-            if first_token is not None:
-                params["remote_first_token"] = first_token
+            params |= self.first_tokens.of_offer(request)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
