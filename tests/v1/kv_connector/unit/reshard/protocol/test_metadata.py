@@ -174,7 +174,7 @@ class TestPeer:
 
     def test_upstreams_connector(self):
         """It is recognised by the beginning of its own handshake."""
-        message = r"runs upstream's NixlConnector.*kv_connector_module_path"
+        message = r"runs upstream's NixlConnector.*install the plugin vllm-kv-reshard"
         with pytest.raises(RemoteIncompatibleError, match=message):
             decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS, BOUNDS)
 

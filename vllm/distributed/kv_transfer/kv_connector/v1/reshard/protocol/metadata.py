@@ -21,7 +21,6 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import (
-    INSTALL_THERE,
     MEET_UPSTREAMS,
     LocalLayoutError,
     RemoteHandshakeError,
@@ -283,7 +282,7 @@ def _check_greeting(greeting: _Greeting) -> None:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(
                 "the peer runs upstream's NixlConnector, but this engine runs "
-                f"{SPOKEN}: {INSTALL_THERE}"
+                f"{SPOKEN}: {MEET_UPSTREAMS}"
             )
         raise RemoteIncompatibleError(
             f"the peer runs connector {quote(greeting.connector)}, but this engine runs "
