@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -193,6 +194,17 @@ def encode_reply(
             f"{MAX_REPLY_BYTES} of {MAX_RANKS} workers: use fewer workers in one engine"
         )
     return frames
+
+
+def factors_digest(reply: Sequence[bytes]) -> str:
+    """Return a digest of what an engine's reply says must be equal: all factors but its release.
+
+    Engines with equal digests are a pair, unless layers differ; others may be one, where weights
+    are not told by both or not compared.
+    """
+    factors = _TERMS_DECODER.decode(reply[0]).factors
+    told = sorted((name, value) for name, value in factors.items() if name != RELEASE_FACTOR)
+    return sha256(msgspec.json.encode(told)).hexdigest()[:16]
 
 
 def encode_refusal(reason: str) -> bytes:
