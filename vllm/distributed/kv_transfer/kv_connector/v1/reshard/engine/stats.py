@@ -257,7 +257,8 @@ class ReshardStats(NixlKVConnectorStats):
 
     def record_factors(self, digest: str) -> None:
         """Record a digest of the values that this engine's peers must have in common with it."""
-        self.data["factors"][:] = [digest]
+        digests: list[Any] = self.data["factors"]
+        digests[:] = [digest]
 
     def record_held_blocks(self, num_blocks: int) -> None:
         """Record the number of blocks now held for other engines."""
