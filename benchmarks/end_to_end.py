@@ -56,10 +56,13 @@ def _with(**options: bool) -> KVTransfer:
     return replace(ours, extra_config={**ours.extra_config, **options})
 
 
-_COMPARED = {specs.OURS.name: KVTransfer(), specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST}
+_COMPARED = {
+    specs.OURS.name: _with(seed_first_token=False),
+    specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST,
+}
 _ALL: Mapping[str, KVTransfer | None] = {
     **_COMPARED,
-    specs.EARLY.name: _with(early_dispatch=True),
+    specs.EARLY.name: _with(early_dispatch=True, seed_first_token=False),
     specs.EARLY_SEEDED.name: _with(early_dispatch=True, seed_first_token=True),
     specs.UPSTREAM.name: UPSTREAM,
     SINGLE: None,

@@ -60,7 +60,7 @@ PARTS = {
         wholly=tuple(
             f"tests/e2e/test_{name}.py"
             for name in (
-                *("drafts", "early", "launcher", "libfabric"),
+                *("drafts", "early", "first_tokens", "launcher", "libfabric"),
                 *("pd_serving", "startup_refusal", "traces"),
             )
         ),

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what was measured: pairs of releases, and targets that are met or not."""
+"""Tables of what was measured: pairs of releases."""
 
 from __future__ import annotations
 
-from tools.docs.results import (
-    TARGETS,
-    release_lines,
-    target_lines,
-)
+from tools.docs.results import release_lines
 from tools.pdstack.releases import Row
-
-SHARES = {target.share for target in TARGETS}
 
 
 def row(prefill: str, decode: str, **fields) -> Row:
@@ -48,22 +42,3 @@ def test_releases_have_a_column_for_each_pair():
         "| bfloat16 | TP2 PP1 to TP1 PP2 | - | 60 of 64, 98% of tokens | - |",
         "| MLA TP down | TP2 PP1 to TP1 PP2 | - | - | 63 of 64, 1 tied |",
     ]
-
-
-def test_targets_are_met_from_the_right_side():
-    """Most are bounds from above; throughput may not fall. Ours come first."""
-    rows = [
-        {"clients": clients, "way": way, **dict.fromkeys(SHARES, share)}
-        for share in (0.65, 9.0)
-        for clients in (1, 4, 5)
-        for way in ("serial", "early", "early, seeded")
-    ]
-    names = {target.results for target in TARGETS}
-    lines = target_lines({name: {"rows": rows} for name in names})[2:]
-    assert len(lines) == len(TARGETS)
-    assert lines[0] == "| handover, early / serial, one client | at most 0.6 | 0.65 | no |"
-    assert lines[1].endswith("| at most 0.7 | 0.65 | yes |")
-    (speed,) = [line for line in lines if "at least" in line]
-    assert speed.endswith("| at least 0.97 | 0.65 | no |")
-    unmeasured = target_lines({name: {"rows": []} for name in names})[2:]
-    assert all(line.endswith("| not measured | - |") for line in unmeasured)

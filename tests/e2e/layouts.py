@@ -147,7 +147,12 @@ def running(
             max_model_len=1024,
             kv_transfer=replace(
                 transfer,
-                extra_config={**transfer.extra_config, **chosen.get(layout, plain).connector},
+                # So that engines of all releases and builds read as much as the others.
+                extra_config={
+                    "seed_first_token": False,
+                    **transfer.extra_config,
+                    **chosen.get(layout, plain).connector,
+                },
             ),
         )
         for layout in layouts

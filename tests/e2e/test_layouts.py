@@ -34,7 +34,7 @@ CASES = (
     # An engine of four workers more, for no kind of read that the others have not.
     pytest.param(Case(BOTH, ONE, reads=4), marks=pytest.mark.nightly),
     # Layer 2 is at the first stage there, and at the second here.
-    pytest.param(Case(STAGES, BOTH, reads=6), marks=pytest.mark.nightly),
+    pytest.param(Case(STAGES, BOTH, reads=6, is_seeded=True), marks=pytest.mark.nightly),
 )
 
 pytestmark = [

@@ -81,7 +81,7 @@ def test_an_answer_equals_one_engines(served: Served, model: ServedModel, prompt
     assert answer.text == reference.text
     assert len(pieces) > 1
     assert moved == NixlCounters(
-        bytes_moved=_expected_bytes(model, answer.prompt_tokens), transfers=1
+        bytes_moved=_expected_bytes(model, answer.prompt_tokens), transfers=1, first_tokens=1
     )
 
 
@@ -105,6 +105,7 @@ def test_concurrent_requests_do_not_mix(served: Served, model: ServedModel) -> N
     expected = NixlCounters(
         bytes_moved=sum(_expected_bytes(model, each.prompt_tokens) for each in answers),
         transfers=len(answers),
+        first_tokens=len(answers),
     )
     assert served.moved_since(before) == expected
 

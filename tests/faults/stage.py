@@ -280,7 +280,8 @@ def running(model_dir: Path, run_dir: Path) -> Iterator[Stage]:
         run_dir: Where logs go.
     """
     model = write_tiny_llama(model_dir / "llama")
-    seeded = {"seed_first_token": True}
+    # The others begin answers with tokens of their like, as they do by default.
+    unseeded = {"seed_first_token": False}
     with PDStack(model, run_dir) as stack:
         prefill, decode, recomputing = stack.start_engines(
             replace(
@@ -289,19 +290,18 @@ def running(model_dir: Path, run_dir: Path) -> Iterator[Stage]:
                     "stages",
                     EMBEDS,
                     layout=STAGES,
-                    options=seeded,
                     env={"VLLM_PP_LAYER_PARTITION": "3,1"},
                 ),
                 # Where one that has restarted is looked for.
                 side_channel_port=PortAllocator().take(STAGES.world_size),
             ),
-            spec("one", EMBEDS),
+            spec("one", EMBEDS, options=unseeded),
             spec(
                 "ranks",
                 EMBEDS,
                 layout=RANKS,
                 policy="recompute",
-                options={**seeded, "transfer_strategy": "packed"},
+                options={"transfer_strategy": "packed"},
             ),
         )
         stage = Stage(stack, prefill, decode, recomputing, stack.start_router([prefill], [decode]))

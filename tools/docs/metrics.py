@@ -59,11 +59,11 @@ def metric_lines() -> list[str]:
 
 
 def label_lines() -> list[str]:
-    """A table for each label of our metrics, with a row for each value."""
+    """A table for each label of our metrics whose values are known, with a row for each."""
     by_values: dict[Any, list[str]] = {}
     names = {family.name: name for name, family in families().items()}
     for metric in stats._METRICS.values():
-        if metric.label:
+        if metric.values:
             by_values.setdefault((metric.label, metric.values), []).append(names[metric.name])
     lines = []
     for (label, values), metrics in by_values.items():

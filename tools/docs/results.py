@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tools.pdstack.releases import Row, read
@@ -20,9 +19,6 @@ from .blocks import ROOT, Tables, table
 
 _RESULTS = ROOT / "docs/results"
 _NOT_RUN = "-"
-_YES_NO = ("no", "yes")
-_EARLY, _SEEDED = "early", "early, seeded"
-_SPEED, _BLOCKS = "requests_of_serial", "blocks_of_last"
 
 
 def release_lines(rows: Sequence[Row]) -> list[str]:
@@ -60,81 +56,13 @@ def handover_lines(measured: Mapping[str, Any]) -> list[str]:
     return table(head, lines, numbers=2)
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a row of a measurement ought to be.
-
-    Attributes:
-        what: it is.
-        wanted: what it may be at most; of requests a second, at least.
-        results: where the row stands, by the name of its file.
-        clients: of the row.
-        way: of the row; it is the first of its kind, so one of ours.
-        share: the row's figure.
-    """
-
-    what: str
-    wanted: float
-    results: str
-    clients: int
-    way: str
-    share: str
-
-    @property
-    def is_floor(self) -> bool:
-        """Whether more is better."""
-        return self.share == _SPEED
-
-
-TARGETS = tuple(
-    Target(*each)
-    for each in (
-        ("handover, early / serial, one client", 0.6, "handover", 1, _EARLY, "of_serial"),
-        ("handover, early / serial, four clients", 0.7, "handover", 4, _EARLY, "of_serial"),
-        ("handover, seeded / serial, one client", 0.4, "handover", 1, _SEEDED, "of_serial"),
-        ("handover, early / serial, slow network", 0.3, "handover-link", 1, _EARLY, "of_serial"),
-        ("time to first token, under load", 0.95, "handover-load", 4, _EARLY, "ttft_of_serial"),
-        ("requests a second, under load", 0.97, "handover-load", 4, _EARLY, _SPEED),
-        ("prefill, under load", 1.05, "handover-load", 4, _EARLY, "prefill_of_serial"),
-        ("handover, ours / push, one client", 0.9, "handover-push", 1, _EARLY, "of_last"),
-        ("blocks x s, ours / push, five at once", 0.5, "handover-push", 5, _EARLY, _BLOCKS),
-    )
-)
-
-
-def target_lines(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A row for each target.
-
-    Args:
-        measured: what was, by the names of the files.
-    """
-    lines = []
-    for target in TARGETS:
-        alike = (
-            row
-            for row in measured[target.results]["rows"]
-            if (row["clients"], row["way"]) == (target.clients, target.way)
-        )
-        bound = "at least" if target.is_floor else "at most"
-        line = [target.what, f"{bound} {target.wanted}"]
-        if (row := next(alike, None)) is None:
-            lines.append([*line, "not measured", _NOT_RUN])
-            continue
-        share = row[target.share]
-        is_met = share >= target.wanted if target.is_floor else share <= target.wanted
-        lines.append([*line, f"{share:.2f}", _YES_NO[is_met]])
-    return table(["what", "wanted", "measured", "met"], lines, numbers=4)
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def _handover(name: str) -> Any:
-    """What one measurement of the handover has written; no rows where it was not made."""
-    if not (_RESULTS / f"{name}.json").exists():
-        return {"rows": []}
-    return json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def _handover() -> Any:
+    """What the measurement of the handover has written."""
+    return json.loads((_RESULTS / "handover.json").read_text(encoding="utf-8"))
 
 
 def _releases() -> list[str]:
@@ -143,10 +71,7 @@ def _releases() -> list[str]:
 
 TABLES: Tables = {
     "releases": _releases,
-    "handover": lambda: handover_lines(_handover("handover")),
-    "handover targets": lambda: target_lines(
-        {each.results: _handover(each.results) for each in TARGETS}
-    ),
+    "handover": lambda: handover_lines(_handover()),
 }
 
 

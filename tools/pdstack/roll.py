@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from .engine import EngineSpec, KVTransfer
+from .engine import UPSTREAM, EngineSpec, KVTransfer
 from .errors import PDStackError
 from .layout import Layout
 from .ports import PortAllocator
@@ -90,6 +90,8 @@ class Fleet:
         scripts: where the vLLM that they begin with has its console scripts; by default here.
         settle_s: how long requests may be on their way to an engine that the router sends none any
             more: a decode engine gets one when its prompt has been computed.
+        from_stock: whether they begin with upstream's connector. Until all are replaced, decode
+            engines compute what they cannot read.
     """
 
     prefill: Sequence[Layout] = (Layout(1, 2), Layout(1, 2))
@@ -97,6 +99,7 @@ class Fleet:
     extra_args: Sequence[str] = ()
     scripts: Path | None = None
     settle_s: float = 10.0
+    from_stock: bool = False
 
 
 class Rolling:
@@ -136,6 +139,8 @@ class Rolling:
             self._at_an_address(self._spec(role, layout, f"{name}.1", self._fleet.scripts))
             for (role, layout), name in zip(wanted, names, strict=True)
         ]
+        if self._fleet.from_stock:
+            specs = [replace(each, kv_transfer=_as_stock(each)) for each in specs]
         engines = self._stack.start_engines(*specs)
         for (role, layout), name, engine in zip(wanted, names, engines, strict=True):
             self._places.append(_Place(role, layout, name, engine))
@@ -215,7 +220,11 @@ class Rolling:
             name,
             layout,
             # Leases as by default.
-            KVTransfer(role=_KV_ROLES[role], extra_config={}),
+            KVTransfer(
+                role=_KV_ROLES[role],
+                extra_config={},
+                load_failure_policy="recompute" if self._fleet.from_stock else None,
+            ),
             extra_args=(*blocks, *patience, *self._fleet.extra_args),
             max_model_len=1024,
             scripts=scripts,
@@ -226,6 +235,12 @@ class Rolling:
         """The same at ports that are free now; who follows may be at these again."""
         side_channel_port = self._ports.take(spec.layout.world_size)
         return replace(spec, port=self._ports.take(), side_channel_port=side_channel_port)
+
+
+def _as_stock(spec: EngineSpec) -> KVTransfer:
+    """The same connector's configuration with upstream's connector."""
+    assert spec.kv_transfer is not None
+    return replace(spec.kv_transfer, module_path=UPSTREAM.module_path)
 
 
 def version(engine: Engine) -> str:

@@ -23,7 +23,7 @@ from .demo import describe_layouts, reference_spec
 from .engine import ServedModel, find_script
 from .errors import UsageError
 from .invocation import StackProgress, add_options, check_options, invoke
-from .layout import check_layout, parse_layout, read_model_shape
+from .layout import Layout, check_layout, parse_layout, read_model_shape
 from .load import Figures, Load, Sample, figures
 from .model import given_model
 from .ports import PortAllocator
@@ -51,6 +51,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="DIR",
         help="where the vLLM that follows has its console scripts, as .venv-0.33.0/bin "
         "(default: the same vLLM again)",
+    )
+    roll.add_argument(
+        "--from",
+        choices=["stock"],
+        dest="origin",
+        help="begin with upstream's connector, and one rank for each engine by default; decode "
+        "engines compute what they cannot read",
     )
     roll.add_argument(
         "--address",
@@ -218,8 +225,11 @@ class RollSettings:
         for name in ("clients", "calm", "times"):
             if not getattr(args, name) > 0:
                 raise UsageError(f"--{name} has to be positive")
+        from_stock = args.origin == "stock"
         prefill, decode = (
-            [parse_layout(text) for text in given] if given else list(default)
+            [parse_layout(text) for text in given]
+            if given
+            else [Layout() if from_stock else each for each in default]
             for given, default in (
                 (args.prefill, _DEFAULTS.prefill),
                 (args.decode, _DEFAULTS.decode),
@@ -230,6 +240,8 @@ class RollSettings:
                 "at the same address an engine is gone before the next one comes: there have to "
                 "be two of each role, or --address other"
             )
+        if from_stock and any(each.pp_size > 1 for each in (*prefill, *decode)):
+            raise UsageError("--from stock: upstream's connector serves no pipeline stages")
         if args.next is not None:
             find_script("vllm", args.next.absolute())
         model = None if args.model is None else given_model(args.model)
@@ -238,7 +250,7 @@ class RollSettings:
             for layout in {*prefill, *decode}:
                 check_layout(layout, shape)
         return cls(
-            Fleet(prefill, decode, shlex.split(args.engine_args)),
+            Fleet(prefill, decode, shlex.split(args.engine_args), from_stock=from_stock),
             model,
             args.address,
             None if args.next is None else args.next.absolute(),

@@ -14,7 +14,7 @@ import pytest
 from tests.tools.pdstack.fake_engines import WORDS, fake_engine
 from tools.pdstack import cli, roll, roll_cli
 from tools.pdstack.accuracy import Completion
-from tools.pdstack.engine import EngineSpec, ServedModel
+from tools.pdstack.engine import UPSTREAM, EngineSpec, ServedModel
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.layout import Layout
 from tools.pdstack.load import Sample
@@ -136,6 +136,17 @@ def test_at_the_same_address_one_has_ended_before_the_next_starts(stage: Stage) 
     assert all(each.ended_after_s == pytest.approx(2.0, abs=0.5) for each in found)
 
 
+def test_fleet_of_upstreams_connector_is_followed_by_ours(stage: Stage) -> None:
+    """Requests between the two kinds are computed meanwhile, at either end of the roll."""
+    fleet = Fleet([Layout()], [Layout()], settle_s=SETTLE_S, from_stock=True)
+    rolling = Rolling(stage.stack, fleet, stage.registry)
+    rolling.start()
+    rolling.roll(Address.OTHER, None)
+    transfers = [each.kv_transfer for each in stage.specs]
+    assert [each.module_path for each in transfers] == [UPSTREAM.module_path] * 2 + [None] * 2
+    assert {each.load_failure_policy for each in transfers} == {"recompute"}
+
+
 def test_at_another_address_the_next_serves_before_one_is_taken_out(stage: Stage) -> None:
     """There is never one less."""
     rolling = _rolling(stage)
@@ -230,6 +241,7 @@ def test_a_roll_passes_without_a_fault(samples: list[Sample], passed: bool) -> N
         (["--prefill", "tp1pp1"], "there have to be two of each role"),
         (["--next", "nowhere"], "vllm is not installed in"),
         (["--decode", "3"], "3"),
+        (["--from", "stock", *["--prefill", "tp1pp2"] * 2], "serves no pipeline stages"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -6,23 +6,53 @@ The model of the prefill engine says token 7, and that of the decode engine 8.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.request import Request
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
 
 from tests.v1.kv_connector.unit.reshard.serving import PROMPT_TOKENS, Serving, from_prefill, until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import first_tokens
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.first_tokens import (
+    FirstTokens,
+    _digest,
+)
 
 OPTION = {"seed_first_token": True}
+OFF = {"seed_first_token": False}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
 TOLD, COMPUTED = 7, 8
 GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.7}
+SAMPLED_ALIKE = (
+    GREEDY,
+    SAMPLED,
+    *({**SAMPLED, **each} for each in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1})),
+    {**GREEDY, "presence_penalty": 0.5},
+    {**SAMPLED, "frequency_penalty": 0.5},
+    {**SAMPLED, "repetition_penalty": 1.1},
+    {**SAMPLED, "logit_bias": {3: 1.0, 4: 2.0}},
+    {**SAMPLED, "allowed_token_ids": [7, 8]},
+)
 
 pytestmark = pytest.mark.skipif(
     not compat.CONNECTORS_GIVE_FIRST_OUTPUTS, reason="this base asks connectors for no outputs"
 )
+
+
+def told(token: object = TOLD, sampled_with: dict = GREEDY, **changes) -> dict:
+    """What a prefill engine says of a prompt, and of the token behind it."""
+    digest = _digest(SamplingParams(**sampled_with))
+    return from_prefill(**{"remote_sampled_token": token, "remote_sampled_with": digest, **changes})
 
 
 def prefill(p: Serving, **asked_for) -> dict:
@@ -33,11 +63,12 @@ def prefill(p: Serving, **asked_for) -> dict:
     return p.handed_over[PREFILLED]
 
 
-def read(d: Serving, params: dict, **asked_for) -> None:
+def read(d: Serving, params: dict, **asked_for) -> Request:
     """Have a request read, whose answer has two tokens."""
-    d.add(DECODED, params, **{"max_tokens": 2, **GREEDY, **asked_for})
+    request = d.add(DECODED, params, **{"max_tokens": 2, **GREEDY, **asked_for})
     assert d.step() == {}
     d.step(received=[DECODED])
+    return request
 
 
 def finish(d: Serving) -> list[int]:
@@ -63,7 +94,7 @@ def num_counted(d: Serving) -> int:
 def test_answer_begins_when_its_prompt_was_received(serving, asynchronous):
     """In that very step; and the next one computes the second token, behind the first."""
     d = serving(**OPTION, asynchronous=asynchronous)
-    read(d, from_prefill(remote_first_token=TOLD))
+    read(d, told())
     assert took_over(d)
     scheduled = d.begin()
     (new,) = scheduled.scheduled_new_reqs
@@ -81,16 +112,16 @@ def test_what_is_told_is_what_was_sampled(serving):
     """A pair of engines with the option: all of a prompt but no token is computed twice."""
     p, d = serving(**OPTION), serving(**OPTION)
     params = prefill(p)
-    assert params["remote_first_token"] == TOLD
+    assert params["remote_sampled_token"] == TOLD
     read(d, params)
     assert finish(d) == [TOLD, COMPUTED]
 
 
-def test_nothing_is_told_or_taken_over_without_the_option(serving):
+def test_nothing_is_told_or_taken_over_where_it_is_off(serving):
     """At either end."""
-    assert "remote_first_token" not in prefill(serving())
-    d = serving()
-    read(d, from_prefill(remote_first_token=TOLD))
+    assert "remote_sampled_token" not in prefill(serving(**OFF))
+    d = serving(**OFF)
+    read(d, told())
     assert finish(d) == [COMPUTED, COMPUTED]
     assert num_counted(d) == 0
 
@@ -104,39 +135,104 @@ def test_prefill_engine_samples_without_the_routers_minimum(serving):
     assert others.sampling_params.min_tokens == 1
 
 
-def test_token_that_ends_the_answer_is_computed_here(serving):
-    """The prefill engine offers its blocks all the same, and the answer ends where it should."""
-    p, d = serving(**OPTION), serving(**OPTION)
-    params = prefill(p, stop_token=TOLD)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "asked_for", [{}, SAMPLED, {**SAMPLED, "allowed_token_ids": [7, 8]}], ids=str
+)
+def test_token_that_ends_the_answer_is_the_only_one_allowed(serving, asked_for, asynchronous):
+    """The prefill engine offers its blocks all the same, and the answer ends in a step of vLLM's.
+
+    If the token was drawn here once more, answers would end less often than the model says.
+    """
+    p, d = serving(**OPTION), serving(**OPTION, asynchronous=asynchronous)
+    params = prefill(p, stop_token=TOLD, **asked_for)
     assert p.finished == {PREFILLED: FinishReason.STOP}
-    assert params["remote_first_token"] == TOLD
-    read(d, params, stop_token=TOLD)
+    assert params["remote_sampled_token"] == TOLD
+    request = read(d, params, stop_token=TOLD, **asked_for)
+    asked = request.sampling_params
     assert DECODED not in d.answers
-    d.end(d.begin(), said=[TOLD])
+    scheduled = d.begin()
+    (new,) = scheduled.scheduled_new_reqs
+    assert new.sampling_params.allowed_token_ids == [TOLD]
+    assert new.sampling_params.stop_token_ids == asked.stop_token_ids == [TOLD]
+    d.end(scheduled, said=[TOLD])
+    assert d.answers[DECODED] == [TOLD]
     assert d.finished == {DECODED: FinishReason.STOP}
+    assert num_counted(d) == 0
+
+
+def test_parameters_that_requests_share_stay_as_they_are(serving):
+    """An engine in its client's process may be given one object for all prompts."""
+    d = serving(**OPTION)
+    request = d.add(DECODED, told(), max_tokens=2, stop_token=TOLD, **GREEDY)
+    shared = request.sampling_params
+    d.step()
+    d.step(received=[DECODED])
+    assert request.sampling_params.allowed_token_ids == [TOLD]
+    assert shared.allowed_token_ids is None
+
+
+@pytest.mark.parametrize("asked_for", SAMPLED_ALIKE, ids=str)
+def test_sampled_token_is_taken_over_where_it_was_sampled_alike(serving, asked_for):
+    """And computed where anything that decides the draw differs, which only costs a forward."""
+    p, d, other = serving(**OPTION), serving(**OPTION), serving(**OPTION)
+    params = prefill(p, **asked_for)
+    read(other, dict(params), **{**asked_for, "temperature": 0.4})
+    read(d, params, **asked_for)
+    assert took_over(d)
+    assert finish(d) == [TOLD, COMPUTED]
+    assert DECODED not in other.answers
+    assert finish(other) == [COMPUTED, COMPUTED]
+
+
+def test_digest_tells_all_that_decides_a_draw():
+    """One changed field is another digest, and the order of biases is the same one."""
+    digests = [_digest(SamplingParams(**asked_for)) for asked_for in SAMPLED_ALIKE]
+    words = SamplingParams(**SAMPLED)
+    words._bad_words_token_ids = [[3], [4, 5]]
+    digests.append(_digest(words))
+    assert len(set(digests)) == len(digests)
+    one, other = (
+        {"logit_bias": dict(each)} for each in ([(3, 1.0), (4, 2.0)], [(4, 2.0), (3, 1.0)])
+    )
+    assert _digest(SamplingParams(**one)) == _digest(SamplingParams(**other))
+
+
+def test_what_does_not_decide_a_draw_may_differ(serving):
+    """Routers ask the prefill engine for one token, and may leave out what presents an answer."""
+    p, d = serving(**OPTION), serving(**OPTION)
+    params = prefill(p, **SAMPLED)
+    read(d, params, **SAMPLED, n=3, stop_token=3, max_tokens=9, skip_special_tokens=False)
+    assert took_over(d)
+
+
+def test_token_of_a_build_that_does_not_say_how_it_sampled_is_not_taken_over(serving):
+    """Those of `reshard.1` name it otherwise, and so they do not read what is told here."""
+    d = serving(**OPTION)
+    read(d, from_prefill(remote_first_token=TOLD))
+    assert finish(d) == [COMPUTED, COMPUTED]
+    assert "remote_first_token" not in prefill(serving(**OPTION), **SAMPLED)
 
 
 @pytest.mark.parametrize(
     "asked_for",
     [
-        {"temperature": 1.0},
+        {**SAMPLED, "seed": 3},
         {"logprobs": 0},
+        {**SAMPLED, "logprobs": 2},
         {"prompt_logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {3: 1.0}},
-        {"allowed_token_ids": [7, 8]},
         {"thinking_token_budget": 5},
         {"extra_args": {"mine": 1}},
     ],
     ids=str,
 )
-def test_what_greedy_sampling_does_not_decide_is_neither_told_nor_taken_over(serving, asked_for):
+def test_what_more_than_a_draw_decides_is_neither_told_nor_taken_over(serving, asked_for):
     """What else a client asks for may change the first token, or is told with it."""
     p = serving(**OPTION)
-    assert "remote_first_token" not in prefill(p, **asked_for)
+    assert "remote_sampled_token" not in prefill(p, **asked_for)
     d = serving(**OPTION)
-    d.add(DECODED, from_prefill(remote_first_token=TOLD), max_tokens=2, **{**GREEDY, **asked_for})
+    how = {**GREEDY, **asked_for}
+    d.add(DECODED, told(sampled_with={"temperature": how["temperature"]}), max_tokens=2, **how)
     d.step()
     d.step(received=[DECODED] if d.num_used_blocks() and DECODED not in d.answers else [])
     assert not took_over(d)
@@ -147,17 +243,27 @@ def test_what_greedy_sampling_does_not_decide_is_neither_told_nor_taken_over(ser
     [
         ({"min_tokens": 2}, {}),
         ({"max_tokens": 1}, {}),
-        ({}, {"remote_first_token": 1 << 30}),
+        ({}, {"remote_sampled_token": 1 << 30}),
         # One less is held than the prompt has: the token is another one's.
         ({}, {"remote_num_tokens": PROMPT_TOKENS - 1}),
-        ({}, {"remote_num_tokens": None, "remote_first_token": None}),
+        ({}, {"remote_num_tokens": None, "remote_sampled_token": None}),
+        ({}, {"remote_sampled_with": None}),
+        ({}, {"remote_sampled_with": "another"}),
     ],
-    ids=["minimum", "one token", "no token of the model's", "fewer tokens", "untold"],
+    ids=[
+        "minimum",
+        "one token",
+        "no token of the model's",
+        "fewer tokens",
+        "untold",
+        "unsaid",
+        "unlike",
+    ],
 )
 def test_answer_is_computed_where_the_token_is_not_its_first(serving, asked_for, params):
     """It has as many tokens as ever, all of the decode engine's."""
     d = serving(**OPTION)
-    read(d, from_prefill(**{"remote_first_token": TOLD, **params}), **asked_for)
+    read(d, told(**params), **asked_for)
     assert DECODED not in d.answers
     assert set(finish(d)) == {COMPUTED}
     assert num_counted(d) == 0
@@ -167,7 +273,7 @@ def test_answer_is_computed_where_the_token_is_not_its_first(serving, asked_for,
 def test_token_that_is_none_makes_parameters_malformed(serving, token):
     """They name no source: the request fails, as others whose parameters a router has changed."""
     d = serving(**OPTION)
-    d.add(DECODED, from_prefill(remote_first_token=token), max_tokens=2, **GREEDY)
+    d.add(DECODED, told(token), max_tokens=2, **GREEDY)
     d.begin()
     assert "malformed" in d.told.receive[DECODED].fault
 
@@ -176,7 +282,7 @@ def test_token_that_is_none_makes_parameters_malformed(serving, token):
 def test_request_that_was_not_received_does_not_begin(serving, policy):
     """Its client has an error, or an answer that is computed here from its first token on."""
     d = serving(policy, **OPTION)
-    d.add(DECODED, from_prefill(remote_first_token=TOLD), max_tokens=2, **GREEDY)
+    d.add(DECODED, told(TOLD), max_tokens=2, **GREEDY)
     d.step()
     (blocks,) = d.scheduler.kv_cache_manager.get_block_ids(DECODED)
     d.step(received=[DECODED], failed={DECODED: blocks})
@@ -188,7 +294,7 @@ def test_request_that_was_not_received_does_not_begin(serving, policy):
 def test_request_that_was_aborted_does_not_begin(serving):
     """Its blocks are back when it was received, and nothing is known of it any more."""
     d = serving(**OPTION)
-    d.add(DECODED, from_prefill(remote_first_token=TOLD), max_tokens=2, **GREEDY)
+    d.add(DECODED, told(TOLD), max_tokens=2, **GREEDY)
     d.step()
     d.abort(DECODED)
     d.step(received=[DECODED])
@@ -200,7 +306,7 @@ def test_request_that_was_aborted_does_not_begin(serving):
 def test_request_that_was_preempted_goes_on_behind_its_first_token(serving):
     """It is computed anew with it, and says nothing twice."""
     d = serving(**OPTION)
-    read(d, from_prefill(remote_first_token=TOLD), max_tokens=3)
+    read(d, told(TOLD), max_tokens=3)
     d.end(d.begin(), said=[COMPUTED])
     d.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert finish(d) == [TOLD, COMPUTED, COMPUTED]
@@ -209,7 +315,7 @@ def test_request_that_was_preempted_goes_on_behind_its_first_token(serving):
 def test_prefill_ends_with_the_first_token(serving):
     """Durations that vLLM derives from events are none below zero."""
     d = serving(**OPTION)
-    request = d.add(DECODED, from_prefill(remote_first_token=TOLD), max_tokens=2, **GREEDY)
+    request = d.add(DECODED, told(TOLD), max_tokens=2, **GREEDY)
     request.record_event(EngineCoreEventType.QUEUED)
     d.step()
     scheduler = d.scheduler.connector.connector_scheduler
@@ -226,7 +332,7 @@ def test_prefill_ends_with_the_first_token(serving):
 def test_answers_are_counted(serving):
     """Once each."""
     d = serving(**OPTION)
-    read(d, from_prefill(remote_first_token=TOLD))
+    read(d, told())
     assert took_over(d)
     # A step asks as well.
     assert num_counted(d) == 0
@@ -236,6 +342,120 @@ def test_all_connectors_of_several_are_asked():
     """A request may be any one's."""
     given = [SimpleNamespace(take_first_outputs=lambda each=each: each) for each in ([1], [], [2])]
     assert list(MultiConnector.take_first_outputs(SimpleNamespace(_connectors=given))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "asked_for",
+    [
+        {"structured_outputs": StructuredOutputsParams(choice=["7"])},
+        {"trace_decode_token_ids": [7]},
+        {"min_tokens": 2},
+    ],
+    ids=str,
+)
+def test_prefill_engine_does_not_tell_a_token_that_a_grammar_or_a_minimum_has_chosen(asked_for):
+    """Nor one that a field of a later release may have."""
+    request = SimpleNamespace(
+        output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False
+    )
+    tokens = FirstTokens(100, 100, lambda: None)
+    for more, is_told in ({}, True), (asked_for, False):
+        request.sampling_params = SamplingParams(**SAMPLED, max_tokens=2, **more)
+        assert bool(tokens.of_offer(request)) is is_told
+
+
+@pytest.mark.parametrize(
+    ("chosen", "logged"),
+    [(True, "seed_first_token does nothing here: logits processors"), (None, ""), (False, "")],
+    ids=str,
+)
+def test_installed_logits_processors_keep_tokens_from_being_told(
+    serving, monkeypatch, logged_lines, chosen, logged
+):
+    """They see all requests, and may count their tokens; who has asked for the option is told."""
+    monkeypatch.setattr(first_tokens, "entry_points", lambda **_: ["a processor"])
+    assert "remote_sampled_token" not in prefill(serving(seed_first_token=chosen))
+    assert any(logged in line for line in logged_lines) if logged else not logged_lines
+
+
+@pytest.mark.parametrize("chosen", [True, None], ids=str)
+def test_engine_says_at_its_start_that_it_takes_tokens_over(serving, logged_lines, chosen):
+    """With the option that turns it off: it is on by default."""
+    p = serving(**({} if chosen is None else {"seed_first_token": chosen}))
+    assert "remote_sampled_token" in prefill(p)
+    assert any("seed_first_token false" in line for line in logged_lines)
+
+
+@pytest.fixture
+def logged_lines(monkeypatch) -> list[str]:
+    """What the module logs."""
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            first_tokens.logger, level, lambda text, *args: lines.append(text % args)
+        )
+    return lines
+
+
+def draws(logits: torch.Tensor, sampling: SamplingParams, count: int) -> list[int]:
+    """Tokens that vLLM's sampler draws."""
+    allowed = None
+    if sampling.allowed_token_ids:
+        allowed = torch.ones(count, len(logits), dtype=torch.bool)
+        allowed[:, sampling.allowed_token_ids] = False
+    none = torch.zeros(count)
+    metadata = SamplingMetadata(
+        temperature=torch.full((count,), sampling.temperature),
+        all_greedy=False,
+        all_random=True,
+        top_p=torch.full((count,), sampling.top_p),
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[],
+        allowed_token_ids_mask=allowed,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    return Sampler()(logits.repeat(count, 1), metadata).sampled_token_ids.flatten().tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scale", [0.3, 4.0], ids=["flat", "peaked"])
+def test_distribution_is_that_of_a_decode_engine_that_samples(serving, scale):
+    """Of 10,000 first tokens, one of which ends the answer; by chi-squared, at 0.001."""
+    count, end = 10_000, 3
+    torch.manual_seed(45)
+    logits = torch.randn(12) * scale
+    logits[end] = logits.max() - 0.5
+    asked_for = {"temperature": 0.8, "top_p": 0.95, "stop_token": end}
+    sampled = SamplingParams(temperature=0.8, top_p=0.95)
+    p, d = serving(**OPTION), serving(**OPTION)
+    found = []
+    for token in draws(logits, sampled, count):
+        p.add(PREFILLED, {"do_remote_decode": True}, max_tokens=1, min_tokens=1, **asked_for)
+        p.end(p.begin(), said=[token])
+        d.add(DECODED, p.handed_over.pop(PREFILLED), max_tokens=2, **asked_for)
+        d.step()
+        d.step(received=[DECODED])
+        scheduled = d.begin()
+        (new,) = scheduled.scheduled_new_reqs
+        d.end(scheduled, said=draws(logits, new.sampling_params, 1))
+        found.append(d.answers.pop(DECODED)[0])
+        p.step(sent=[PREFILLED])
+        d.step()
+    one, other = Counter(found), Counter(draws(logits, sampled, count))
+    kinds = one.keys() | other.keys()
+    assert end in kinds
+    # Of degrees of freedom that many, the value that a thousandth exceeds, by Wilson and Hilferty.
+    freedom = len(kinds) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert sum((one[k] - other[k]) ** 2 / (one[k] + other[k]) for k in kinds) < limit
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["serial", "early"])

@@ -68,7 +68,10 @@ def scheduler(
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
             kv_role=role,
-            kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
+            kv_connector_extra_config={
+                "bidirectional_kv_xfer": bidirectional,
+                "seed_first_token": False,
+            },
         ),
         scheduler_config=SimpleNamespace(
             disable_hybrid_kv_cache_manager=True, async_scheduling=ahead

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole workers that pack for one another, over real NIXL; what is packed is judged by its bytes."""
+"""Whole workers that pack for one another, over real NIXL."""
 
 from __future__ import annotations
 

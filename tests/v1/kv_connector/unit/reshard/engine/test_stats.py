@@ -38,6 +38,7 @@ RECORDS = {
     "request": lambda stats: stats.record_request(has_params=True),
     "held blocks": lambda stats: stats.record_held_blocks(5),
     "expired lease": lambda stats: stats.record_kv_expired_req(),
+    "factors": lambda stats: stats.record_factors("5ca1ab1e"),
     "late notification": lambda stats: stats.record_late_notification(),
 }
 
@@ -118,6 +119,7 @@ def test_prometheus_shows_every_kind(prometheus):
     assert value(registry, "vllm:nixl_held_blocks") == 5
     assert value(registry, "vllm:nixl_requests_total", parameters="yes") == 2
     assert value(registry, "vllm:nixl_requests_total", parameters="no") == 0
+    assert value(registry, "vllm:nixl_factors_info", digest="5ca1ab1e") == 1
     # Upstream's names and meanings stay.
     assert value(registry, "vllm:nixl_bytes_transferred_sum") == 8192
     # Two handshakes, where upstream counts them; a lease that ran out is no failed transfer.

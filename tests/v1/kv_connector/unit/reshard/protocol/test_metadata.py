@@ -27,6 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import MAX_GREETING_BYTES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
+    RELEASE_FACTOR,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     encode_worker,
@@ -37,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_refusal,
     encode_refusal_for_upstream,
     encode_reply,
+    factors_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
     CONNECTOR_NAME,
@@ -169,12 +173,24 @@ def with_greeting(**changes: object) -> list[bytes]:
     return [encode(msgspec.msgpack.decode(greeting) | changes), *workers]
 
 
+@pytest.mark.parametrize("changed", FACTORS, ids=str)
+def test_digest_is_of_all_that_must_be_equal(changed):
+    """In any order, from the frames of an answer; the release, which may differ, is not in it."""
+
+    def digest(factors):
+        return factors_digest(encode_reply(handshakes(describe(), factors=factors)))
+
+    same = digest({name: FACTORS[name] for name in reversed(FACTORS)} | {RELEASE_FACTOR: "9.9"})
+    assert digest(FACTORS) == same
+    assert digest({**FACTORS, changed: "another"}) != same
+
+
 class TestPeer:
     """`decode_reply` on peers that do not fit."""
 
     def test_upstreams_connector(self):
         """It is recognised by the beginning of its own handshake."""
-        message = r"runs upstream's NixlConnector.*kv_connector_module_path"
+        message = r"runs upstream's NixlConnector.*install the plugin vllm-kv-reshard"
         with pytest.raises(RemoteIncompatibleError, match=message):
             decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS, BOUNDS)
 

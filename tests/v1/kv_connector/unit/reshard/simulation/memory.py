@@ -193,9 +193,7 @@ class HostCopies:
         """Make a copy."""
         fails = self._random.random() < self.failure_rate
         base = self._arena.ctypes.data
-        chunks = list(
-            zip(copy.arena_offsets.tolist(), copy.addresses.tolist(), strict=True)
-        )
+        chunks = list(zip(copy.arena_offsets.tolist(), copy.addresses.tolist(), strict=True))
         for offset, to in chunks[: len(chunks) // 2] if fails else chunks:
             owner = self._owner_at(to)
             waits = owner is not None and owner.reads

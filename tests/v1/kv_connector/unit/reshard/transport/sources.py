@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source ranks, in processes that have NIXL of their own, or here; they pack what they are asked."""
+"""Source ranks, in processes that have NIXL of their own or here, which pack for their readers."""
 
 from __future__ import annotations
 

@@ -18,17 +18,12 @@ ASK_FOR_UPSTREAMS = (
 have their caches, too late to fall back to upstream's automatically."""
 
 MEET_UPSTREAMS = (
-    "see why in that engine's log, where it was left to upstream's ('Using upstream's "
-    "NixlConnector'), and leave out what the line names, or set kv_connector_module_path to "
-    f"{_UPSTREAMS_MODULE} on the other one, too"
+    "install the plugin vllm-kv-reshard, or the fork, on all nodes of the engine with upstream's, "
+    "and restart it; where it is installed, leave out what that engine's log names in the line "
+    "'Using upstream's NixlConnector'"
 )
-"""Remedy where one of two engines runs upstream's connector, as it stands in messages between them,
-whose bytes are those of a released protocol."""
-
-INSTALL_THERE = (
-    f"install the fork or the plugin vllm-kv-reshard there; where that is, {MEET_UPSTREAMS}"
-)
-"""The same in this engine's log: mostly the other one is vLLM as released."""
+"""Remedy where one of two engines runs upstream's connector: mostly it is vLLM as released. It
+stands in both engines' logs."""
 
 
 class LocalLayoutError(ReshardError):

@@ -251,6 +251,8 @@ def test_engine_says_once_where_it_is_asked_and_what_it_is(engine, layout, caplo
     owner.shutdown()
     said = caplog_vllm.records[-1].getMessage()
     assert caplog_vllm.text.count("answers handshakes at") == 1
+    (digest,) = owner.take_stats().data["factors"]
+    assert re.fullmatch("[0-9a-f]{16}", digest)
     what, ucx = said.split(" With ")
     assert re.sub(r":\d+:", ":PORT:", what) == (
         f"Engine engine answers handshakes at 127.0.0.2:PORT: {layout}"

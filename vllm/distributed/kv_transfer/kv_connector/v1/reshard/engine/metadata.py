@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import BlockIds, RequestId
@@ -21,9 +21,15 @@ from ..transport.announcements import AnnouncerAddress
 from .stats import ReshardStats
 
 
-@dataclass(frozen=True)
-class ReshardHandshakeMetadata(WorkerHandshake, KVConnectorHandshakeMetadata):
-    """A worker's handshake with other engines, on its way to its own scheduler."""
+class ReshardHandshakeMetadata(WorkerHandshake, NixlHandshakePayload):
+    """A worker's handshake with other engines, on its way to its own scheduler.
+
+    Connectors around this one, as Dynamo's `PdConnector`, only let upstream's class pass. Nothing
+    reads that one's fields, which are empty.
+    """
+
+    compatibility_hash = ""
+    agent_metadata_bytes = b""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..protocol.messages import (
     Renew,
     decode_notification,
 )
-from ..protocol.packing import PackAddress
+from ..protocol.packing import NOTHING_PACKED, PackAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import HeldState
 from ..transport.agent import NixlAgent
@@ -121,7 +121,7 @@ class ProducerSide:
     @property
     def packing_address(self) -> PackAddress:
         """Where windows are packed, for readers."""
-        return PackAddress() if self.packs is None else self.packs.address
+        return NOTHING_PACKED if self.packs is None else self.packs.address
 
     def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Apply the scheduler's metadata of a step."""

@@ -69,7 +69,7 @@ class Settings(
         early_dispatch: On prefill engines: whether they tell routers to send a request to both
             engines at once. The decode engine asks the prefill engine for it.
         seed_first_token: On both engines: whether an answer begins with the token that the prefill
-            engine has sampled, if the decode engine would compute the same.
+            engine has sampled, if the decode engine would sample alike; None for where it can.
         bidirectional_kv_xfer: On both engines: whether a prefill engine reads the last turn's
             blocks from the decode engine that has them.
         kv_recompute_threshold: With `bidirectional_kv_xfer`: fewer tokens than this are computed
@@ -121,7 +121,7 @@ class Settings(
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
     early_dispatch: bool = False
-    seed_first_token: bool = False
+    seed_first_token: bool | None = None
 
     def channel_key(self) -> ChannelKey | None:
         """Return the key in `side_channel_key_file`; None without that option.

@@ -178,6 +178,8 @@ class ReshardStats(NixlKVConnectorStats):
         open_files             share of the limit of open files that a worker has open; the latest
                                value
         first_tokens           1 for each answer that begins with the prefill engine's token
+        factors                digest of the values that peers must have in common, when the
+                               scheduler begins to tell them
         num_notifications_after_expiry
                                1 for each reader that finished when nothing was held for it any
                                more; newer releases of upstream count this under the same name
@@ -253,6 +255,11 @@ class ReshardStats(NixlKVConnectorStats):
         """Record an answer that begins with the prefill engine's token."""
         self.data["first_tokens"].append(1)
 
+    def record_factors(self, digest: str) -> None:
+        """Record a digest of the values that this engine's peers must have in common with it."""
+        digests: list[Any] = self.data["factors"]
+        digests[:] = [digest]
+
     def record_held_blocks(self, num_blocks: int) -> None:
         """Record the number of blocks now held for other engines."""
         self.data["held_blocks"][:] = [num_blocks]
@@ -301,7 +308,7 @@ class ReshardPromMetrics(NixlPromMetrics):
             # Create all series at 0, to distinguish them from missing ones.
             own_values: list[list[Any]] = [[each.value] for each in metric.values]
             for values in per_engine_labelvalues.values():
-                for own in own_values or [[]]:
+                for own in own_values if metric.label else [[]]:
                     self._own[key].labels(*values, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -316,6 +323,8 @@ class ReshardPromMetrics(NixlPromMetrics):
             for value in values[-1:] if metric.kind is Gauge else values:
                 if metric.kind is Histogram:
                     own.labels(*labels).observe(value)
+                elif metric.kind is Gauge and metric.label:
+                    own.labels(*labels, value).set(1)
                 elif metric.kind is Gauge:
                     own.labels(*labels).set(value)
                 elif metric.label:
@@ -337,7 +346,7 @@ class _Metric:
         name: Its name.
         documentation: What it counts.
         label: Its own label; empty where it has none.
-        values: The values of that label.
+        values: The values of that label; empty if they are not known before.
     """
 
     kind: type[Counter | Gauge | Histogram]
@@ -429,6 +438,13 @@ _METRICS = {
         Counter,
         "vllm:nixl_first_tokens_seeded",
         "Answers that begin with the token that the prefill engine has sampled.",
+    ),
+    "factors": _Metric(
+        Gauge,
+        "vllm:nixl_factors_info",
+        "Always 1, with a digest of the values that two engines must have in common: engines of "
+        "one digest are a pair.",
+        "digest",
     ),
 }
 """Our metrics, by the list of `ReshardStats` that each is made of. Those of reads are made of the

@@ -42,8 +42,7 @@ BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
 _LISTEN_S = 2e-3
-"""Interval at which a worker that has packed for readers, and holds blocks, hears what they ask for.
-A poll that hears nothing takes 40 us."""
+"""Interval at which a worker that holds blocks and has packed for readers hears what they ask."""
 
 _LINGER_S = 0.05
 """Interval between polls of reads of failed requests, which are polled until they end."""

@@ -20,7 +20,7 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Holding, Layer, Shard, TokenShare, UnitInterval
 from .bounds import MAX_AGENT_METADATA_BYTES, MAX_STAGE_RANKS
 from .leases import LeaseTableAddress
-from .packing import PackAddress
+from .packing import NOTHING_PACKED, PackAddress
 from .quoting import one_line, quote
 from .versions import SPOKEN
 
@@ -77,7 +77,7 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
-    packing: PackAddress = PackAddress()
+    packing: PackAddress = NOTHING_PACKED
 
 
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -178,7 +178,7 @@ def encode_worker(description: WorkerDescription, version: int = SPOKEN.newest) 
     ]
     shares = [holding.tokens for holding in shard.holdings.values()]
     holds_all = all(share.is_all for share in shares)
-    packing = description.packing if version >= _PACKS_SINCE else PackAddress()
+    packing = description.packing if version >= _PACKS_SINCE else NOTHING_PACKED
     if not holds_all or packing.arena_bytes:
         said.append([] if holds_all else [dataclasses.astuple(share) for share in shares])
     if packing.arena_bytes:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import (
-    INSTALL_THERE,
     MEET_UPSTREAMS,
     LocalLayoutError,
     RemoteHandshakeError,
@@ -198,6 +198,17 @@ def encode_reply(
     return frames
 
 
+def factors_digest(reply: Sequence[bytes]) -> str:
+    """Return a digest of what an engine's reply says must be equal: all factors but its release.
+
+    Engines with equal digests are a pair, unless layers differ; others may be one, where weights
+    are not told by both or not compared.
+    """
+    factors = _TERMS_DECODER.decode(reply[0]).factors
+    told = sorted((name, value) for name, value in factors.items() if name != RELEASE_FACTOR)
+    return sha256(msgspec.json.encode(told)).hexdigest()[:16]
+
+
 def encode_refusal(reason: str) -> bytes:
     """Write a refusal, which any version of this connector can read."""
     return _ENCODER.encode(_Greeting(CONNECTOR_NAME, SPOKEN.newest, reason))
@@ -285,7 +296,7 @@ def _check_greeting(greeting: _Greeting) -> None:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(
                 "the peer runs upstream's NixlConnector, but this engine runs "
-                f"{SPOKEN}: {INSTALL_THERE}"
+                f"{SPOKEN}: {MEET_UPSTREAMS}"
             )
         raise RemoteIncompatibleError(
             f"the peer runs connector {quote(greeting.connector)}, but this engine runs "

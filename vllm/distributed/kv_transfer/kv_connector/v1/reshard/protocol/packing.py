@@ -64,6 +64,10 @@ class PackAddress:
     arena_bytes: int = 0
 
 
+NOTHING_PACKED = PackAddress()
+"""What workers tell that pack nothing."""
+
+
 def key_of(reader: bytes, ticket: int) -> int:
     """Return the key of a window's row, which only its reader and the holder can tell; not 0."""
     digest = hashlib.blake2b(ticket.to_bytes(8, "little"), digest_size=8, key=reader).digest()

@@ -11,7 +11,7 @@ Upstream's scheduler trusts them; `sanitize_params` checks them before it sees t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,18 @@ _Secret = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """64 bits in hexadecimal: of a number's 64 bits, a router in JavaScript would keep 53."""
 
 
+class FirstToken(NamedTuple):
+    """The token that a prefill engine has sampled.
+
+    Attributes:
+        token: The token.
+        sampling: Digest of the parameters that it was sampled with.
+    """
+
+    token: int
+    sampling: str
+
+
 class RemoteBlocks(msgspec.Struct, frozen=True):
     """Where another engine holds blocks of a request.
 
@@ -51,7 +63,8 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
         remote_block_ids: The request's last blocks, for each KV-cache group.
         remote_num_tokens: Number of the request's tokens up to the last one in these blocks; None
             or 0 if they end with the prompt.
-        remote_first_token: Token that was sampled after these; None if it was not sent.
+        remote_sampled_token: Token that was sampled after these; None if it was not sent.
+        remote_sampled_with: Digest of the parameters that it was sampled with; None likewise.
         remote_adapter: Digest of the files of the LoRA adapter that computed them; None without an
             adapter, or if an engine of another build holds them.
         remote_secret: Secret that gives the blocks up; None if an engine of another build holds
@@ -64,7 +77,8 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
-    remote_first_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_sampled_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_sampled_with: Text | None = None
     remote_adapter: Text | None = None
     remote_secret: _Secret | None = None
 
@@ -171,10 +185,19 @@ def offered_tokens(params: Params | None) -> int | None:
     return count if isinstance(count, int) and count > 0 else None
 
 
-def first_token(params: Params | None) -> int | None:
-    """Return the token after the offered ones, from sanitized parameters; None without one."""
-    token = (params or {}).get("remote_first_token")
-    return token if isinstance(token, int) and not isinstance(token, bool) else None
+def first_token(params: Params | None) -> FirstToken | None:
+    """Return the token after the offered ones, from sanitized parameters; None without one.
+
+    Builds of `reshard.1` call it `remote_first_token`, and do not say how it was sampled.
+    """
+    told = params or {}
+    token, sampling = told.get("remote_sampled_token"), told.get("remote_sampled_with")
+    return None if token is None or sampling is None else FirstToken(token, sampling)
+
+
+def of_first_token(first: FirstToken) -> Params:
+    """Return what an offer says of the token after the offered ones."""
+    return {"remote_sampled_token": first.token, "remote_sampled_with": first.sampling}
 
 
 def bind_adapter(params: Params, digest: str) -> bool:

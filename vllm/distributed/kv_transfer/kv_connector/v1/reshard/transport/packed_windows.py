@@ -24,11 +24,11 @@ from ..protocol.ids import RequestId
 from ..protocol.messages import Pack, PackEntry, encode_notification
 from ..protocol.packing import key_of, places
 from ..protocol.quoting import quote
-from .agent import Prepared, Transfer, TransferState
+from .agent import Prepared, TransferState
 from .row_buffer import Reads, RowBuffer, RowRead
 
 MOST_ASKED_AT_ONCE = 8
-"""Windows of one worker that are asked for and not returned: some are packed while others are read."""
+"""Windows of one worker that are asked for and not returned, so that some are packed meanwhile."""
 
 #: interval packed: a window is read direct, as it was not packed.
 PACKED_WITHIN_S = 0.1

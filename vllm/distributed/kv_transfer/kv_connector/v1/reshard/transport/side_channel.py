@@ -50,7 +50,7 @@ import zmq.asyncio
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
-from ..errors import INSTALL_THERE, LocalChannelError
+from ..errors import MEET_UPSTREAMS, LocalChannelError
 from ..protocol.ids import EngineId
 from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
 from ..protocol.quoting import one_line, quote
@@ -445,7 +445,7 @@ class HandshakeServer:
         if request.verb == _UPSTREAM_VERB:
             self._complain(
                 _Complaint.UPSTREAM,
-                f"a peer runs upstream's NixlConnector, and this engine does not: {INSTALL_THERE}",
+                f"a peer runs upstream's NixlConnector, and this engine does not: {MEET_UPSTREAMS}",
             )
             clock = [msgspec.msgpack.encode(time.perf_counter())] if request.second_number else []
             return [encode_refusal_for_upstream(), *clock]

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 from vllm.logger import init_logger
 
-from ..errors import INSTALL_THERE, RemoteIncompatibleError, RemoteUnreachableError
+from ..errors import MEET_UPSTREAMS, RemoteIncompatibleError, RemoteUnreachableError
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.subscriptions import (
@@ -316,7 +316,7 @@ class Subscriber:
         hello = decode_answer(frames[-1])
         if not isinstance(hello, Hello):
             raise RemoteIncompatibleError(
-                f"its engine cannot be asked for requests: {INSTALL_THERE}"
+                f"its engine cannot be asked for requests: {MEET_UPSTREAMS}"
             )
         session.is_open = True
         for asker in [each for each in channel.queue if each in channel.known_at]:

@@ -2,19 +2,28 @@
 """Answers that begin with the token that the prefill engine has sampled.
 
 A prefill engine computes the logits of a prompt's last token and samples one token. Its answer is
-thrown away, and the decode engine computes that token again. Where greedy sampling has only one
-outcome, the decode engine can take the token over:
+thrown away, and the decode engine computes that token again. Both sample from one distribution, so
+that one draw is as good as the other, and the decode engine can take the token over:
 
-    prefill   samples as the client, not the router, asked; sends the token with its offer
-    decode    has received all of the prompt: answers with the token at once, and computes the next
+    prefill   samples as the client, not the router, asked; sends the token with its offer, and a
+              digest of what it has sampled with
+    decode    has received all of the prompt, and would sample with the same: answers with the token
+              at once, and computes the next
 
-Each checks its own request. Parameters that could change the token, or what must be sent with it,
-keep it from being sent or used; so do parameters that this module does not know.
+Whether a token is taken over must not depend on which one it is, as the answers' distribution would
+be another one. So a token that ends the answer is taken over as well: vLLM's own step ends it,
+in which no other token is allowed.
+
+Each checks its own request. What must be sent with the token, or changes it in ways that a digest
+does not tell, keeps it from being sent or used; so do parameters that this module does not know.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from hashlib import sha256
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,9 +31,16 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 from vllm.v1.request import RequestStatus
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from ...protocol.ids import RequestId
-from ...protocol.params import first_token, offered_tokens
+from ...protocol.params import (
+    FirstToken,
+    Params,
+    first_token,
+    of_first_token,
+    offered_tokens,
+)
 from ...protocol.quoting import one_line, quote
 from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
 
@@ -36,10 +52,17 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LOOKED_AT = frozenset(
-    {"temperature", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
+_SAMPLES_WITH = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "allowed_token_ids", "_bad_words_token_ids"),
 )
-"""Fields of `SamplingParams` that this module reads by name."""
+"""Fields of `SamplingParams` that decide how the first token is drawn, equal at both engines."""
+
+_LOOKED_AT = frozenset(
+    {"seed", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
+)
+"""Other fields that this module reads by name."""
 
 _INDIFFERENT = frozenset(
     {
@@ -48,12 +71,8 @@ _INDIFFERENT = frozenset(
         "_all_stop_token_ids",
         "bad_words",
         "skip_clone",
-        # Without effect on greedy sampling.
+        # Each answer has a request of its own.
         "n",
-        "seed",
-        "top_p",
-        "top_k",
-        "min_p",
         # A single token cannot repeat.
         "repetition_detection",
         # Without effect on an engine without watermarks that returns no experts.
@@ -78,7 +97,7 @@ _INDIFFERENT = frozenset(
 _DEFAULTS = {
     field.name: field.default
     for field in msgspec.structs.fields(SamplingParams)
-    if field.name not in _LOOKED_AT | _INDIFFERENT
+    if field.name not in _LOOKED_AT.union(_INDIFFERENT, _SAMPLES_WITH)
 }
 """All other fields, which must have their defaults; unexamined fields of later releases are
 included."""
@@ -103,8 +122,8 @@ def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
         )
     if config.speculative_config is not None:
         return "--speculative-config drafts from what the forward of a prompt's last token leaves"
-    if config.model_config.logits_processors:
-        return "--logits-processors may change which token comes first"
+    if config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
+        return "logits processors, of an option or installed, may keep state of a request's tokens"
     if asks_more_of_forwards(config):
         return "watermarks, sampling masks or routed experts come with the forward of each token"
     return None
@@ -121,10 +140,15 @@ def open_first_tokens(
         record: See `FirstTokens`.
         prefills_all: See `obstacle`.
     """
-    if not settings.seed_first_token:
+    if settings.seed_first_token is False:
         return FirstTokens(0, 0, record, is_on=False)
     why_not = obstacle(config, prefills_all=prefills_all)
-    if why_not is not None:
+    if why_not is None:
+        logger.info(
+            "Answers begin with the prefill engine's token where it was sampled as they are: "
+            "seed_first_token false on either engine turns that off."
+        )
+    elif settings.seed_first_token:
         logger.warning("seed_first_token does nothing here: %s.", one_line(why_not))
     model_config = config.model_config
     return FirstTokens(
@@ -158,7 +182,7 @@ class FirstTokens:
         self._is_on = is_on
         self._reading: dict[RequestId, Request] = {}
         self._received: list[Request] = []
-        self._told: dict[RequestId, int] = {}
+        self._told: dict[RequestId, FirstToken] = {}
 
     def ask(self, request: Request) -> None:
         """Sample a request that is prefilled for another engine as its client has asked.
@@ -170,11 +194,19 @@ class FirstTokens:
         if self._is_on and sampling is not None and sampling.max_tokens == 1:
             sampling.min_tokens = 0
 
-    def of_offer(self, request: Request) -> int | None:
-        """Return the token to send with a request's offer; None where none can be taken over."""
+    def of_offer(self, request: Request) -> Params:
+        """Return what a request's offer says of its token; nothing if none can be taken over."""
         tokens, params = request.output_token_ids, request.kv_transfer_params or {}
-        is_prefill = len(tokens) == 1 and params.get("do_remote_decode")
-        return tokens[0] if self._is_on and is_prefill and _is_plain(request) else None
+        sampling = request.sampling_params
+        if (
+            not self._is_on
+            or len(tokens) != 1
+            or not params.get("do_remote_decode")
+            or sampling is None
+            or not _is_plain(request, sampling)
+        ):
+            return {}
+        return of_first_token(FirstToken(tokens[0], _digest(sampling)))
 
     def begin(self, request: Request) -> None:
         """Track a new request whose prompt another engine computes."""
@@ -199,7 +231,8 @@ class FirstTokens:
     def take_outputs(self) -> list[tuple[int, EngineCoreOutput]]:
         """Answer received requests whose first tokens are known.
 
-        Each has its token appended, so that vLLM schedules it for the next one.
+        Each has its token appended, so that vLLM schedules it for the next one. Where the token
+        ends the answer, vLLM schedules it for this one, and may sample no other.
 
         Returns:
             For each answered request, its client's index and the output for that client.
@@ -207,35 +240,46 @@ class FirstTokens:
         received, self._received = self._received, []
         outputs = []
         for request in received:
-            token = self._told.pop(request.request_id, None)
-            if token is not None and self._may_begin_with(request, token):
-                outputs.append((request.client_index, _begin(request, token)))
-                self._record()
+            first, sampling = self._told.pop(request.request_id, None), request.sampling_params
+            if first is None or sampling is None or not self._may_begin(request, sampling, first):
+                continue
+            token = first.token
+            if token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()):
+                # Workers have not seen these parameters yet; other requests may share them.
+                request.sampling_params = copy.copy(sampling)
+                request.sampling_params.allowed_token_ids = [token]
+                continue
+            outputs.append((request.client_index, _begin(request, token)))
+            self._record()
         return outputs
 
-    def _may_begin_with(self, request: Request, token: int) -> bool:
-        """Return whether a received request may begin with a token, and continue after it."""
-        sampling = request.sampling_params
+    def _may_begin(self, request: Request, sampling: SamplingParams, first: FirstToken) -> bool:
+        """Return whether a received request may begin with a token of this model's."""
         return (
             # It was read well, was not aborted, and its whole prompt is computed.
             request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
-            and sampling is not None
-            and _is_plain(request)
-            and token < self._vocab_size
-            and token != sampling.eos_token_id
-            and token not in (sampling.stop_token_ids or ())
+            and _is_plain(request, sampling)
+            and first.token < self._vocab_size
+            and first.sampling == _digest(sampling)
             and request.max_tokens > 1
             and request.num_tokens + 1 < self._max_model_len
         )
 
 
-def _is_plain(request: Request) -> bool:
-    """Return whether a request asks for tokens only, which greedy sampling alone determines."""
-    sampling = request.sampling_params
+def _digest(sampling: SamplingParams) -> str:
+    """Return a digest of what the first token is drawn with, equal at both engines."""
+    values = [getattr(sampling, name) for name in _SAMPLES_WITH]
+    values = [sorted(each.items()) if isinstance(each, dict) else each for each in values]
+    return sha256(msgspec.json.encode(values)).hexdigest()[:16]
+
+
+def _is_plain(request: Request, sampling: SamplingParams) -> bool:
+    """Return whether a request asks for tokens only, the first as good as any other draw."""
     return (
-        sampling is not None
-        and sampling.sampling_type is SamplingType.GREEDY
+        # Its generator would stand elsewhere for the second token.
+        sampling.sampling_type is not SamplingType.RANDOM_SEED
+        # Drawn without a minimum, a token may end the answer.
         and sampling.min_tokens == 0
         and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
         and all(_is_default(sampling, name) for name in _DEFAULTS)

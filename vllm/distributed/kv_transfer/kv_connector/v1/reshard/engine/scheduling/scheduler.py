@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 from ...protocol.early import EarlyRequest, early_request, prefill_params
 from ...protocol.ids import BlockIds, EngineId, RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
-from ...protocol.metadata import encode_replies
+from ...protocol.metadata import encode_replies, factors_digest
 from ...protocol.params import (
     Params,
     already_requested,
@@ -179,10 +179,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         for rank, handshake in metadata.items():
             assert isinstance(handshake, ReshardHandshakeMetadata)
             handshakes[rank] = handshake
+        replies = encode_replies(handshakes)
+        self._stats.record_factors(factors_digest(replies[max(replies)]))
         self._server = HandshakeServer(
             self.side_channel_host,
             self.side_channel_port,
-            encode_replies(handshakes),
+            replies,
             self._key,
             self.engine_id,
         )
@@ -574,9 +576,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 () if self._settings.packing_arena_bytes == 0 else params["remote_block_ids"],
             )
             params["remote_secret"] = write_secret(secret)
-            first_token = self.first_tokens.of_offer(request)
-            if first_token is not None:
-                params["remote_first_token"] = first_token
+            params |= self.first_tokens.of_offer(request)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
