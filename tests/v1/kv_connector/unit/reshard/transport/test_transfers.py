@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -19,10 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     TransferError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import (
+    PACK_UNIT_BYTES,
+    PackedCache,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
     StagingPolicy,
     Strategy,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
@@ -30,8 +37,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
+    Claim,
+    PackedWindow,
+    PackState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
+    PreparedPacking,
     PreparedStaging,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
@@ -178,10 +191,45 @@ class Copies:
         self.closed = True
 
 
+class Windows:
+    """Windows of another worker, in the states that the test gives them."""
+
+    has_room = is_busy = True
+
+    def __init__(self) -> None:
+        self.asked: list[PackedWindow] = []
+        self.returned: list[PackedWindow] = []
+
+    def serves(self, now_s: float) -> bool:
+        """It does."""
+        return True
+
+    def ask(self, claim, leg, window, now_s: float) -> PackedWindow:
+        """Ask for one."""
+        self.asked.append(PackedWindow(len(self.asked), 1, now_s + 1.0))
+        return self.asked[-1]
+
+    def lists(self, asked, window, span):
+        """Return what to read it with."""
+        return PACKED_LIST, [0], REMOTE_LIST, [0]
+
+    def give_back(self, asked: PackedWindow) -> None:
+        """Return it."""
+        self.returned.append(asked)
+
+    def look(self, now_s: float) -> None:
+        """The test does."""
+
+    def send(self, now_s: float) -> None:
+        """Nobody hears it."""
+
+
 SRC = Memory("HND", 2, 4)
 (LEG,) = lower_read(read(2), SRC.cache(), Memory("HND", 4, 4).cache())
 STAGED = stage_leg(LEG, SRC.cache())
-DIRECT_LIST, ARENA_LIST, REMOTE_LIST = (Prepared(peer, None) for peer in (None, None, "peer"))
+DIRECT_LIST, ARENA_LIST, PACKED_LIST, REMOTE_LIST = (
+    Prepared(peer, None) for peer in (None, None, None, "peer")
+)
 PREPARED = PreparedLeg(
     LEG, DIRECT_LIST, REMOTE_LIST, PreparedStaging(STAGED, ARENA_LIST, REMOTE_LIST)
 )
@@ -232,6 +280,14 @@ def one_window_parts() -> list[Part]:
     parts = list(parts_of(transfers))
     assert [len(part.window.selection.planes) for part in parts] == [1] * 4
     return parts
+
+
+def packed_parts_of(transfers: Transfers, windows: Windows) -> list[Part]:
+    """The same blocks, packed."""
+    claim = Claim("r", OfferFingerprint(16, 1, 2))
+    packing = PreparedPacking(PackedCache(SRC.cache()).lower(STAGED), windows)
+    leg = replace(PREPARED, packing=packing)
+    return [replace(each, leg=leg, claim=claim) for each in parts_of(transfers)]
 
 
 def test_staged_part_ends_once_it_is_scattered(one_window_parts):
@@ -627,3 +683,49 @@ def test_what_was_prefetched_takes_its_turn_once_its_request_is_offered(
         transfers.post(0.0, pieces(1))
     assert (len(other.posted), len(agent.posted)) == (1, 4)
     assert len(transfers) == 13
+
+
+@pytest.fixture
+def packs() -> tuple[Recorded, Connection, Windows]:
+    """Transfers with an arena of one unit, and a worker that packs."""
+    area = StagingArea(torch.zeros(PACK_UNIT_BYTES, dtype=torch.uint8), Copies())
+    return Recorded(area), Connection(), Windows()
+
+
+def test_window_that_is_lost_while_it_is_read_is_read_direct(packs):
+    """Nobody looks at it any more: it would be waited for until its request is due."""
+    transfers, agent, windows = packs
+    transfers.begin("r", packed_parts_of(transfers, windows)[:1], agent)
+    transfers.look(0.0)
+    windows.asked[0].state = PackState.PACKED
+    transfers.look(0.0)
+    assert [lists[0] for lists in agent.posted] == [PACKED_LIST]
+    windows.asked[0].state = PackState.LOST
+    agent.states[0] = TransferState.DONE
+    transfers.look(0.0)
+    assert [lists[0] for lists in agent.posted] == [PACKED_LIST, DIRECT_LIST]
+    assert windows.returned == windows.asked and transfers.area.spans.free_bytes == PACK_UNIT_BYTES
+    agent.states[1] = TransferState.DONE
+    assert transfers.look(0.0) == [Drained("r", 0, Strategy.DIRECT, "telemetry 1")]
+
+
+def test_windows_without_room_for_them_are_polled(packs):
+    """What is in doubt may keep all room, and tells nobody that it does."""
+    transfers, agent, windows = packs
+    (part,) = packed_parts_of(transfers, windows)
+    transfers.begin("bad", [part], agent)
+    transfers.look(0.0)
+    windows.asked[0].state = PackState.PACKED
+    transfers.look(0.0)
+    agent.states[0] = TransferState.FAILED
+    transfers.end("bad")
+    # Nothing is left to say to the worker.
+    windows.is_busy = False
+    transfers.look(0.0)
+    assert not transfers.is_moving
+    transfers.begin("good", [part], agent)
+    transfers.look(0.0)
+    assert len(agent.posted) == 1 and transfers.is_moving
+    transfers.look(_SPAN_WAIT_S)
+    transfers.look(_SPAN_WAIT_S)
+    assert [lists[0] for lists in agent.posted] == [PACKED_LIST, DIRECT_LIST]

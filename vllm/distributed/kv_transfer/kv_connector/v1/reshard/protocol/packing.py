@@ -8,10 +8,12 @@
              looks at the table  --- read --->  is it still there?  Only then it counts.
              returns it  ------------------- notification ----------->  uses its room again
 
-The table has a row for each window: its key, and where it lies. A holder removes the row before it
-uses the room again, whether the reader has returned the window or not. So the second look tells
-that the bytes were those of the window for as long as they were read, as with `leases`: no reader
-need be trusted or waited for. A key is known to its reader and the holder only.
+The table has a row for each window: its key, where it lies, and the number of the entry. A holder
+removes the row before it uses the room again, whether the reader has returned the window or not. So
+the second look tells that the bytes were those of the window for as long as they were read, as with
+`leases`: no reader need be trusted or waited for. The number tells a window from the same one that
+was packed again, for a message that has come twice. A key is known to its reader and the holder
+only.
 
 All of this belongs to the connector's thread.
 """
@@ -22,6 +24,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +39,9 @@ TABLE_BYTES = NUM_ROWS * WORDS_PER_ROW * 8
 """The table is read as a whole, with one look."""
 
 _FREE = 0
-_KEY, _PLACE = range(WORDS_PER_ROW)
+_KEY, _WHERE = range(WORDS_PER_ROW)
+_PLACE_BITS = 32
+"""Of the second word: the lower half is the place, the upper one the number of the entry."""
 
 MOST_ASKED = 64
 """Windows of one reader that wait to be packed; more are not heard."""
@@ -74,14 +79,26 @@ def key_of(reader: bytes, ticket: int) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
-def places(table: npt.NDArray[np.uint64]) -> dict[int, int]:
-    """Return where windows lie in the arena, in units, by key, as a look at a table shows.
+class Entered(NamedTuple):
+    """What a row says of a window.
+
+    Attributes:
+        number: Number of the entry.
+        place: Where the window lies in the arena, in units.
+    """
+
+    number: int
+    place: int
+
+
+def entered(table: npt.NDArray[np.uint64]) -> dict[int, Entered]:
+    """Return the windows that a look at a table shows, by key.
 
     Args:
         table: The words of a table, in any shape.
     """
     rows = table.reshape(-1, WORDS_PER_ROW).tolist()
-    return {key: place for key, place in rows if key != _FREE}
+    return {key: Entered(*divmod(where, 1 << _PLACE_BITS)) for key, where in rows if key != _FREE}
 
 
 class PackTable:
@@ -94,12 +111,14 @@ class PackTable:
     def __init__(self) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros((NUM_ROWS, WORDS_PER_ROW), dtype=np.uint64)
         self._free = list(range(NUM_ROWS))
+        self._num_entered = 0
 
     def enter(self, key: int, place: int) -> int:
         """Enter a window that is packed; return its row."""
         row = self._free.pop()
+        self._num_entered = (self._num_entered + 1) % (1 << _PLACE_BITS)
         # The key last: whoever sees it finds the place, or another one at the second look.
-        self.words[row, _PLACE] = place
+        self.words[row, _WHERE] = self._num_entered << _PLACE_BITS | place
         self.words[row, _KEY] = key
         return row
 

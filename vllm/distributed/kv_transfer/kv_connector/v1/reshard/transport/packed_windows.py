@@ -21,8 +21,9 @@ from ..memory.packing import PACK_UNIT_BYTES, PackedLeg, in_units
 from ..memory.staging import Window
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
+from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Pack, PackEntry, encode_notification
-from ..protocol.packing import key_of, places
+from ..protocol.packing import Entered, entered, key_of
 from ..protocol.quoting import quote
 from .agent import Prepared, TransferState
 from .row_buffer import Reads, RowBuffer, RowRead
@@ -81,14 +82,14 @@ class PackedWindow:
         key: Key of its row in the holder's table.
         lost_at_s: When it is no longer waited for.
         state: Where it is.
-        place: Where it lies in the holder's arena, in units, once it is packed.
+        entered: What the holder's table says of it, once it is packed.
     """
 
     ticket: int
     key: int
     lost_at_s: float
     state: PackState = PackState.ASKED
-    place: int = 0
+    entered: Entered | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,12 +98,12 @@ class _Look:
 
     Attributes:
         read: The read.
-        hangs_at_s: When its windows are lost.
+        posted_at_s: When it was posted.
         has_read: Windows that had been read when it was posted.
     """
 
     read: RowRead
-    hangs_at_s: float
+    posted_at_s: float
     has_read: frozenset[PackedWindow]
 
 
@@ -160,7 +161,8 @@ class PackedWindows:
 
     def serves(self, now_s: float) -> bool:
         """Return whether the worker has packed in time of late, and no look hangs."""
-        hangs = self._look is not None and now_s >= self._look.hangs_at_s
+        look = self._look
+        hangs = look is not None and now_s >= look.posted_at_s + _LOOK_HANGS_S
         return now_s >= self._asks_again_at_s and not hangs
 
     def ask(self, claim: Claim, leg: PackedLeg, window: Window, now_s: float) -> PackedWindow:
@@ -195,7 +197,9 @@ class PackedWindows:
         count = in_units(window.size_bytes) // PACK_UNIT_BYTES
         first = span.start_bytes // PACK_UNIT_BYTES
         local = np.arange(first, first + count, dtype=np.int32)
-        remote = np.arange(asked.place, asked.place + count, dtype=np.int32)
+        assert asked.entered is not None
+        place = asked.entered.place
+        remote = np.arange(place, place + count, dtype=np.int32)
         return self._local, local, self._arena, remote
 
     def give_back(self, asked: PackedWindow) -> None:
@@ -229,7 +233,7 @@ class PackedWindows:
         if self._look is None and self._windows and self._buffer.num_free:
             read = self._buffer.post(self._reads, self._table, [0])
             has_read = (each for each in self._windows if each.state is PackState.READ)
-            self._look = _Look(read, now_s + _LOOK_HANGS_S, frozenset(has_read))
+            self._look = _Look(read, now_s, frozenset(has_read))
 
     def lose_all(self) -> None:
         """Take all windows for lost: the worker cannot be reached, or does not answer."""
@@ -243,25 +247,25 @@ class PackedWindows:
         """Take note of what a look has found.
 
         Raises:
-            TransferError: It has failed.
+            TransferError: It has failed, or hangs.
         """
         look = self._look
         if look is None:
             return
         state = self._reads.poll(look.read.transfer)
-        if state is TransferState.IN_FLIGHT:
-            if now_s >= look.hangs_at_s:
-                # It is polled on until it ends.
+        if state is TransferState.IN_FLIGHT and now_s < look.posted_at_s + PEER_GRACE_S:
+            if now_s >= look.posted_at_s + _LOOK_HANGS_S:
+                # It is polled on: it may end.
                 self.lose_all()
             return
         self._look = None
         if state is not TransferState.DONE:
             raise TransferError(f"the windows of {quote(self._table.peer)} could not be looked up")
-        found = places(self._buffer.landed(look.read))
+        found = entered(self._buffer.landed(look.read))
         self._buffer.free(self._reads, look.read)
         for each in self._windows:
-            place = found.get(each.key)
-            if each.state is PackState.ASKED and place is not None:
-                each.state, each.place = PackState.PACKED, place
+            row = found.get(each.key)
+            if each.state is PackState.ASKED and row is not None:
+                each.state, each.entered = PackState.PACKED, row
             elif each.state is PackState.READ and each in look.has_read:
-                each.state = PackState.CONFIRMED if place == each.place else PackState.LOST
+                each.state = PackState.CONFIRMED if row == each.entered else PackState.LOST

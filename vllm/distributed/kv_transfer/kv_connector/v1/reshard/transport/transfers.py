@@ -227,6 +227,7 @@ class Transfers:
             or self._prefetched
             or self._landed
             or any(each.is_moving for each in self._packing)
+            or any(self._unasked.values())
             or any(not each.unwanted for each in self._posted)
         )
 
@@ -538,7 +539,9 @@ class Transfers:
         elif running.span is None:
             self._arrive(running)
         elif running.packed is not None:
-            running.packed.state = PackState.READ
+            if running.packed.state is PackState.PACKED:
+                running.packed.state = PackState.READ
+            # Else it was lost meanwhile.
             self._asked.append(running)
         else:
             self._moved_at_s = now_s
