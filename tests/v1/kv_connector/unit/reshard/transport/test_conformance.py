@@ -147,6 +147,13 @@ OF_ALL_TRANSPORTS = (
 """UCX carries out every layout. What its bytes are, a transport does not know."""
 
 
+ALSO_PACKED = (
+    *("NHD to NHD", "NHD to HND", "blocks of 8 to 12 tokens", "TP1 to TP4"),
+    *("side by side to planes in NHD", "planes to side by side, other blocks"),
+)
+"""One of each way in which pieces become small. What is gathered, is scattered as if staged."""
+
+
 class Sources:
     """The source ranks of one test."""
 
@@ -240,14 +247,15 @@ def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
     return make_device_agent, hold_here(make_device_agent), "cuda"
 
 
-@pytest.mark.parametrize("strategy", ARENAS)
 @pytest.mark.parametrize(
-    ("transport", "layout"),
+    ("transport", "layout", "strategy"),
     [
-        pytest.param(transport, layout, id=f"{transport}-{name}")
+        pytest.param(transport, layout, strategy, id=f"{transport}-{name}-{strategy}")
+        for strategy in ARENAS
         for transport in ("UCX", "memory", "LIBFABRIC", "device")
         for name, layout in LAYOUTS.items()
-        if transport == "UCX" or name in OF_ALL_TRANSPORTS
+        if name in OF_ALL_TRANSPORTS
+        or (transport == "UCX" and (strategy != "packed" or name in ALSO_PACKED))
     ],
     indirect=["transport"],
 )
