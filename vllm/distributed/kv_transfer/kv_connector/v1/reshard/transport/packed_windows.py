@@ -25,7 +25,7 @@ from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Pack, PackEntry, encode_notification
 from ..protocol.packing import Entered, entered, key_of
 from ..protocol.quoting import quote
-from .agent import Prepared, Transfer, TransferState
+from .agent import Prepared, TransferState
 from .row_buffer import Reads, RowBuffer, RowRead
 
 MOST_ASKED_AT_ONCE = 8
@@ -33,7 +33,7 @@ MOST_ASKED_AT_ONCE = 8
 With 2 instead, reads over shared memory take 1.3 times as long."""
 
 MAX_PACKED_BYTES = 4 << 20
-"""Size of a window: large enough to take a transport's full speed, and gathered in a millisecond."""
+"""Size of a window: large enough for a transport's full speed, and gathered in a millisecond."""
 
 MAX_PACKED_BLOCKS = 1024
 """Blocks of a window, whose ids a notification carries."""
