@@ -401,7 +401,12 @@ WEIGHTS = {
     endings_are_not_told: {"park": 8.0},
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
     attempts_are_not_compared: PROMPTS,
-    prefetched_parts_are_not_accounted_for: {**PROMPTS, "abort": 8.0},
+    prefetched_parts_are_not_accounted_for: {
+        **PROMPTS,
+        "abort": 8.0,
+        "hurry": 20.0,
+        "length": 3,
+    },
     steps_are_told_of_before_they_are_over: PROMPTS,
     windows_share_their_room: PACKED,
     windows_stay_entered_when_their_room_is_used_again: PACKED,
