@@ -43,7 +43,7 @@ BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
 _LISTEN_S = 2e-3
-"""Interval at which a worker that has packed for readers, and holds blocks, hears what they ask for.
+"""Interval at which a worker that has packed for readers, and holds blocks, hears what they ask.
 A poll that hears nothing takes 40 us."""
 
 _LINGER_S = 0.05

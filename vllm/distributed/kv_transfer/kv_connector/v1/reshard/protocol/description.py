@@ -59,6 +59,10 @@ _MAX_PLANE_BYTES = 1 << 62
 _Struct = TypeVar("_Struct")
 
 
+NO_PACKING = PackAddress()
+"""Of a worker that packs no windows."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """One worker's description of itself.
@@ -77,7 +81,7 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
-    packing: PackAddress = PackAddress()
+    packing: PackAddress = NO_PACKING
 
 
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -178,7 +182,7 @@ def encode_worker(description: WorkerDescription, version: int = SPOKEN.newest) 
     ]
     shares = [holding.tokens for holding in shard.holdings.values()]
     holds_all = all(share.is_all for share in shares)
-    packing = description.packing if version >= _PACKS_SINCE else PackAddress()
+    packing = description.packing if version >= _PACKS_SINCE else NO_PACKING
     if not holds_all or packing.arena_bytes:
         said.append([] if holds_all else [dataclasses.astuple(share) for share in shares])
     if packing.arena_bytes:

@@ -81,7 +81,9 @@ class OfferBook:
         offer = Offer(fingerprint, 0.0, num_blocks, secret, trace_headers, block_ids)
         self._offers[request_id] = offer
         self._num_offers += 1
-        self.announce(Announcement(self._num_offers, request_id, fingerprint, block_ids))
+        self.announce(
+            Announcement(self._num_offers, request_id, fingerprint, tuple(map(list, block_ids)))
+        )
         return secret
 
     def announce(self, announcement: Announcement) -> None:
