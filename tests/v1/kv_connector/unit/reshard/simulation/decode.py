@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     WorkerReport,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferSecret,
 )
@@ -85,6 +86,7 @@ class DecodeEngine(Engine):
         num_prefetched: Those of them that had blocks before their last chunks were computed.
         num_received: How many were.
         num_failed: How many could not be.
+        num_read_packed: How many windows were read that others had packed.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -98,7 +100,7 @@ class DecodeEngine(Engine):
         self.questions: list[tuple[Ticket, Question]] = []
         self.inbox: list[News] = []
         self.num_early = self.num_prefetched = 0
-        self.num_received = self.num_failed = 0
+        self.num_received = self.num_failed = self.num_read_packed = 0
         self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
 
     def begin(
@@ -322,6 +324,9 @@ class DecodeEngine(Engine):
     def hear(self, worker: Worker, report: WorkerReport) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
+        if report.stats is not None:
+            strategies = report.stats.data["read_strategies"]
+            self.num_read_packed += strategies.count(Strategy.PACKED.value)
         failed = sorted(report.failed)
         for request_id in failed:
             request = self.reading.get(request_id)

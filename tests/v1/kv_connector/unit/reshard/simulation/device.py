@@ -192,11 +192,11 @@ class DeviceArena:
 
 
 class DeviceCopies:
-    """Makes copies out of an arena by the copier for devices, late.
+    """Makes copies out of an arena, or into it, by the copier for devices, late.
 
     Args:
-        arena: Where from.
-        caches: Where to.
+        arena: The arena.
+        caches: What is at the other end.
     """
 
     failure_rate = 0.0
@@ -213,8 +213,12 @@ class DeviceCopies:
         return self._stream.pending
 
     def scatter(self, copy: ArenaCopy) -> Event:
-        """Make a copy later."""
+        """Make a copy out of the arena later."""
         return self._copier.scatter(copy)
+
+    def gather(self, copy: ArenaCopy) -> Event:
+        """Make a copy into the arena later."""
+        return self._copier.gather(copy)
 
     def make_one(self) -> None:
         """Make the oldest copy."""
@@ -232,20 +236,41 @@ class DeviceCopies:
 @contextmanager
 def devices() -> Iterator[None]:
     """Within this block there is no other device."""
-    late = partial(_copy, arena_copies.scatter)
+    late = {
+        "scatter": partial(_scatter, arena_copies.scatter),
+        "gather": partial(_gather, arena_copies.gather),
+    }
     with (
         mock.patch.multiple(
             torch.cuda, Event=Event, Stream=Stream, stream=_launching_on, set_device=set_device
         ),
-        mock.patch.object(arena_copies, "scatter", late),
+        mock.patch.multiple(arena_copies, **late),
     ):
         yield
 
 
-def _copy(
+def check_gathered(owner: Owner | None) -> None:
+    """See that what is gathered is offered.
+
+    Later it may be another's: whoever reads it finds that it is not held any more.
+    """
+    offered = owner is not None and owner.offered
+    check(offered, f"memory of {owner} is gathered, which is not offered")
+
+
+def _gather(
     make: Callable[..., None], copy: ArenaCopy, arena: DeviceArena, memories: Sequence[object]
 ) -> None:
-    """Launch a copy."""
+    """Launch a copy into an arena."""
+    for source in copy.addresses.tolist():
+        check_gathered(arena.owner_at(source))
+    arena.device.launch(partial(make, copy, arena.tensor, memories))
+
+
+def _scatter(
+    make: Callable[..., None], copy: ArenaCopy, arena: DeviceArena, memories: Sequence[object]
+) -> None:
+    """Launch a copy out of an arena."""
     targets = copy.addresses.tolist()
     owners = [arena.owner_at(target) for target in targets]
 

@@ -50,6 +50,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     WorkerReport,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PackedCache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
@@ -67,6 +69,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import 
     Lane,
     Lanes,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.pack_area import PackArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     LoweredEngine,
@@ -185,9 +188,11 @@ class Worker:
         self.memory = WorkerMemory(
             cache,
             engine.arena_bytes,
+            engine.policy,
             random,
             lambda block: engine.owners[block],
             self.device,
+            packs=engine.packs,
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
@@ -236,6 +241,11 @@ class Worker:
             self._ask,
         )
         producer = ProducerSide(agent, world.limits.lease_s, stats)
+        if engine.packs and self.memory.arena is not None:
+            with self._engines_thread.running():
+                producer.packs = PackArea(
+                    self.memory.arena, self.memory.copies, PackedCache(cache.cache), agent
+                )
         self.transfer_engine = TransferEngine(
             agent,
             producer,
@@ -261,6 +271,7 @@ class Worker:
             self.memory.cache.cache,
             self.transfer_engine.producer.table_address,
             self.agent.metadata(),
+            self.transfer_engine.producer.packing_address,
         )
 
     def turn(self, *, ticks: bool) -> WorkerReport:
@@ -352,7 +363,7 @@ class Worker:
         transfer_engine = self.transfer_engine
         if self._woken or self.incoming:
             return True
-        if transfer_engine.has_backlog or transfer_engine.is_moving:
+        if transfer_engine.has_backlog or transfer_engine.is_moving or transfer_engine.is_packing:
             return True
         return self._due_s is not None and self._due_s <= self.world.now_s
 
@@ -399,6 +410,7 @@ class Worker:
             and not transfer_engine.peers.retired
             and not transfer_engine.peers.lanes.draining
             and not any(lane.connections for lane in transfer_engine.peers.lanes.ready)
+            and not transfer_engine.is_packing
             and transfer_engine.next_due_s(self.world.now_s) is None
             and (area is None or area.spans.free_bytes == area.spans.size_bytes)
         )
@@ -423,12 +435,22 @@ def _neighbours(lane: Lane) -> list[PeerConnection]:
     ]
 
 
+_POLICIES = (
+    None,
+    StagingPolicy(packs_all=True),
+    StagingPolicy(1 << 20, min_merge_factor=0, min_descriptors=0, packs_all=True),
+)
+"""With the last two all is packed that may be; the rest is read direct, or staged."""
+
+
 class Engine:
     """An engine: its workers and its pool of blocks. What it serves, subclasses tell.
 
     Attributes:
         is_ahead: Whether steps are scheduled while earlier ones are computed.
+        packs: Whether it packs windows for others, in its workers' arenas.
         on_device: Whether its caches are on devices.
+        policy: Decides which reads go through its workers' arenas; None for all.
 
     Args:
         world: Where it is.
@@ -439,6 +461,7 @@ class Engine:
     """
 
     is_ahead = False
+    packs = False
 
     def __init__(
         self,
@@ -452,6 +475,7 @@ class Engine:
         self.engine_id, self.num_blocks = address.engine_id, num_blocks
         self.arena_bytes = arena_bytes
         self.on_device = world.random.random() < 0.5
+        self.policy = world.random.choice(_POLICIES)
         # Block 0 is nobody's, as in vLLM.
         self.owners = [NOBODY] * num_blocks
         self.free = deque(range(1, num_blocks))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -17,6 +17,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.device import (
     DeviceArena,
     DeviceCopies,
     Kernel,
+    check_gathered,
 )
 from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
@@ -29,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
@@ -178,7 +180,7 @@ class HostCopies:
 
     Args:
         random: Decides which of them fail.
-        arena: Where from.
+        arena: The arena.
         owner_at: Whose a byte is.
     """
 
@@ -190,21 +192,14 @@ class HostCopies:
         self.failure_rate = 0.0
 
     def scatter(self, copy: ArenaCopy) -> None:
-        """Make a copy."""
-        fails = self._random.random() < self.failure_rate
-        base = self._arena.ctypes.data
-        chunks = list(zip(copy.arena_offsets.tolist(), copy.addresses.tolist(), strict=True))
-        for offset, to in chunks[: len(chunks) // 2] if fails else chunks:
-            owner = self._owner_at(to)
-            waits = owner is not None and owner.reads
-            check(waits, f"a copy is made into memory of {owner}, which waits for none")
-            for head in range(copy.num_heads):
-                for token in range(copy.num_slots):
-                    source = _strided(offset, copy.arena_strides_bytes, head, token)
-                    target = _strided(to, copy.cache_strides_bytes, head, token)
-                    ctypes.memmove(target, base + source, copy.slot_bytes)
-        if fails:
-            raise RuntimeError("the simulated copy has failed")
+        """Make a copy out of the arena."""
+        for in_arena, in_cache in self._slots(copy, _check_scattered):
+            ctypes.memmove(in_cache, in_arena, copy.slot_bytes)
+
+    def gather(self, copy: ArenaCopy) -> None:
+        """Make a copy into the arena."""
+        for in_arena, in_cache in self._slots(copy, check_gathered):
+            ctypes.memmove(in_arena, in_cache, copy.slot_bytes)
 
     def may_write(self, owner: Owner) -> bool:
         """Whether a copy may still write into what is somebody's."""
@@ -212,6 +207,29 @@ class HostCopies:
 
     def close(self) -> None:
         """There is nothing to wait for."""
+
+    def _slots(
+        self, copy: ArenaCopy, check_owner: Callable[[Owner | None], None]
+    ) -> Iterator[tuple[int, int]]:
+        """The addresses of each slot, in the arena and in the cache."""
+        fails = self._random.random() < self.failure_rate
+        base = self._arena.ctypes.data
+        chunks = list(zip(copy.arena_offsets.tolist(), copy.addresses.tolist(), strict=True))
+        for offset, address in chunks[: len(chunks) // 2] if fails else chunks:
+            check_owner(self._owner_at(address))
+            for head in range(copy.num_heads):
+                for token in range(copy.num_slots):
+                    yield (
+                        base + _strided(offset, copy.arena_strides_bytes, head, token),
+                        _strided(address, copy.cache_strides_bytes, head, token),
+                    )
+        if fails:
+            raise RuntimeError("the simulated copy has failed")
+
+
+def _check_scattered(owner: Owner | None) -> None:
+    waits = owner is not None and owner.reads
+    check(waits, f"a copy is made into memory of {owner}, which waits for none")
 
 
 def _strided(start: int, strides_bytes: tuple[int, int], head: int, token: int) -> int:
@@ -222,11 +240,15 @@ class WorkerMemory:
     """The cache of a worker, and its arena.
 
     Attributes:
-        copies: What makes copies out of the arena; None without one.
+        arena: The arena, for reads or to pack in; None without one.
+        area: The arena as reads use it; None where windows are packed in it.
+        copies: What makes copies out of the arena, or into it; None without one.
 
     Args:
         cache: The cache.
         arena_bytes: Size of the arena; 0 for none.
+        policy: Decides which reads go through it; None for all.
+        packs: Whether windows are packed in it for others.
         random: Decides which copies fail.
         owner_of_block: Whose a block is.
         device: Where all of it is; None for the host.
@@ -236,25 +258,30 @@ class WorkerMemory:
         self,
         cache: CacheMemory,
         arena_bytes: int,
+        policy: StagingPolicy | None,
         random: Random,
         owner_of_block: Callable[[int], Owner],
         device: Device | None = None,
+        *,
+        packs: bool,
     ) -> None:
         self.cache = cache
         self._owner_of_block = owner_of_block
+        self.arena: torch.Tensor | None = None
         self.area: StagingArea | None = None
         self.copies: HostCopies | DeviceCopies | None = None
-        if arena_bytes:
-            # The allocation of the words outlives the tensor, which only refers to it.
-            self._arena = np.zeros(arena_bytes, dtype=np.uint8)
-            arena = torch.from_numpy(self._arena)
-            if device is None:
-                self.copies = HostCopies(random, self._arena, self.owner_at)
-            else:
-                self.copies = DeviceCopies(
-                    DeviceArena(arena, device, self.owner_at), [cache.tensor]
-                )
-            self.area = StagingArea(arena, self.copies)
+        if not arena_bytes:
+            return
+        # The allocation of the words outlives the tensor, which only refers to it.
+        self._arena = np.zeros(arena_bytes, dtype=np.uint8)
+        self.arena = torch.from_numpy(self._arena)
+        if device is None:
+            self.copies = HostCopies(random, self._arena, self.owner_at)
+        else:
+            arena = DeviceArena(self.arena, device, self.owner_at)
+            self.copies = DeviceCopies(arena, [cache.tensor])
+        if not packs:
+            self.area = StagingArea(self.arena, self.copies, policy)
             self.spans = OwnedArena(arena_bytes)
             self.area.spans = self.spans
 

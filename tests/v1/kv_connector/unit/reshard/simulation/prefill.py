@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import numpy as np
 
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
@@ -24,9 +27,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
+    Pack,
+    PackEntry,
     RemoteEngineAddress,
     Renew,
     decode_notification,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import (
+    TABLE_BYTES,
+    entered,
+    key_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import (
     Computed,
@@ -118,6 +128,8 @@ class PrefillEngine(Engine):
         chunks: How often a step computes a chunk of a prompt, and not all that is left.
     """
 
+    packs = True
+
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         self.is_ahead = self.world.random.random() < 0.5
@@ -125,6 +137,10 @@ class PrefillEngine(Engine):
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
         self.publisher = Publisher()
+        # What was ever offered, and what each worker was asked to pack and has packed, by its key.
+        self._proofs: set[tuple[str, OfferFingerprint]] = set()
+        self._asked: dict[tuple[str, int], PackEntry] = {}
+        self._packed: set[tuple[str, int]] = set()
         # Who was heard by a worker, for what, and of how many.
         self._heard: dict[tuple[str, str, OfferFingerprint | OfferSecret], dict[str, int]] = {}
         for worker in self.workers:
@@ -214,12 +230,15 @@ class PrefillEngine(Engine):
             self.withdraw(offer)
             return None
         offer.offered = True
+        self.owners[offer.ticket.blocks[0]].offered = True
+        self._proofs.add((request_id, offer.fingerprint))
         self._num_offers += 1
+        block_ids = ([*offer.ticket.blocks],)
         self.publisher.offer(request_id, {"ticket": offer.ticket}, offer.prompt.attempt)
         if self.is_ahead:
             for worker in self.workers:
                 worker.announced.append(
-                    Announcement(self._num_offers, request_id, offer.fingerprint)
+                    Announcement(self._num_offers, request_id, offer.fingerprint, block_ids)
                 )
         self.hand_over(
             num_offers=self._num_offers,
@@ -229,6 +248,7 @@ class PrefillEngine(Engine):
                     self.world.limits.lease_s,
                     len(offer.ticket.blocks),
                     offer.ticket.secret,
+                    block_ids=block_ids,
                 )
             },
         )
@@ -253,6 +273,7 @@ class PrefillEngine(Engine):
     def hear(self, worker: Worker, report: WorkerReport) -> None:
         """Blocks come back once every worker is through with them, for a reason, once each."""
         check(not report.received and not report.failed, f"{worker.name} has received something")
+        self._check_packed(worker)
         for request_id in sorted(report.sent):
             offer = self.offers.get(request_id)
             if offer is None:
@@ -274,6 +295,18 @@ class PrefillEngine(Engine):
         self.publisher.end(offer.ticket.request_id, "it is over")
         del self.offers[offer.ticket.request_id]
         self.give_back(offer.ticket.blocks)
+
+    def _check_packed(self, worker: Worker) -> None:
+        """Windows are packed for those who know what is offered."""
+        packs = worker.transfer_engine.producer.packs
+        if packs is None or not packs.has_readers:
+            return
+        words = np.frombuffer(ctypes.string_at(packs.address.table, TABLE_BYTES), np.uint64)
+        for key in {(worker.name, key) for key in entered(words)} - self._packed:
+            entry = self._asked[key]
+            is_known = (entry.request_id, entry.proof) in self._proofs
+            check(is_known, f"{worker.name} packs {entry.request_id} for who does not know it")
+            self._packed.add(key)
 
     def _check_reason(self, worker: Worker, offer: Offer) -> None:
         """A lease that has run out, or all readers of what is offered."""
@@ -299,6 +332,10 @@ class PrefillEngine(Engine):
                     until_s = self.world.now_s + self.world.limits.lease_s
                     before_s = offer.expires_at_s[worker.name]
                     offer.expires_at_s[worker.name] = max(before_s, until_s)
+            return
+        if isinstance(notification, Pack):
+            for entry in notification.asked:
+                self._asked[worker.name, key_of(notification.reader, entry.ticket)] = entry
             return
         for release in notification.releases:
             key = worker.name, release.request_id, release.proof

@@ -7,13 +7,14 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
 from tests.v1.kv_connector.unit.reshard.simulation.device import devices
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
+from vllm.distributed.kv_transfer.kv_connector.v1 import reshard as connector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
@@ -35,6 +36,7 @@ def simulated() -> Iterator[None]:
         with (
             devices(),
             mock.patch.object(lease_check, "_NUM_CHECKS", 4),
+            _small_windows(),
             mock.patch.object(logging.Logger, "exception", _unforeseen),
             mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),
         ):
@@ -44,16 +46,43 @@ def simulated() -> Iterator[None]:
         logging.disable(disabled)
 
 
+_SMALL: dict[str, float] = {
+    "PACK_UNIT_BYTES": 16,
+    "MAX_PACKED_BYTES": 32,
+    "MAX_PACKED_BLOCKS": 2,
+    "MOST_ASKED_AT_ONCE": 3,
+    "NUM_ROWS": 4,
+    "TABLE_BYTES": 64,
+    "_NUM_PACK_LOOKS": 3,
+    "PACKED_WITHIN_S": 1.0,
+    "_RETURNED_WITHIN_S": 0.1,
+}
+"""Windows of a few blocks, and room for so few that it is used again all the time."""
+
+
+@contextmanager
+def _small_windows() -> Iterator[None]:
+    """Within this block, packed reads have these sizes and times, in all modules that use them."""
+    package = connector.__name__ + "."
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith((package, __package__ + ".")):
+                small = {each: value for each, value in _SMALL.items() if hasattr(module, each)}
+                if small:
+                    stack.enter_context(mock.patch.multiple(module, **small))
+        yield
+
+
 def _unforeseen(*_: object) -> None:
     raise Violation(f"the connector is not prepared for {sys.exc_info()[1]!r}")
 
 
-def run(seed: int, **weights: float) -> Simulation:
-    """Run one schedule; some events can be made more frequent, or rarer.
+def run(seed: int, *, length: int = 1, **weights: float) -> Simulation:
+    """Run one schedule; some events can be made more frequent, or rarer, or all of them more.
 
     Raises:
         Violation: See `Simulation.run`.
     """
-    simulation = Simulation(seed, weights)
+    simulation = Simulation(seed, weights, length)
     simulation.run()
     return simulation

@@ -69,15 +69,16 @@ class Simulation:
     Args:
         seed: Decides everything else.
         weights: How often some events happen, by their names, in place of what the seed says.
+        length: How many times as many events there are as in others.
 
     Attributes:
         trace: What has happened, one line an event.
         engines: Those that are alive.
     """
 
-    def __init__(self, seed: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, seed: int, weights: Mapping[str, float], length: int = 1) -> None:
         self.seed, self.random = seed, Random(seed)
-        self._weights = weights
+        self._weights, self._length = weights, length
         random = self.random
         limits = Limits(
             read_timeout_s=random.choice((2.0, 20.0, 60.0)),
@@ -93,6 +94,7 @@ class Simulation:
         self.tickets: list[Ticket] = []
         self.num_received = self.num_failed = self.num_requests = 0
         self.num_neighbours_served = self.num_early = self.num_prefetched = 0
+        self.num_read_packed = 0
         self.copy_failures = self.confusion = self.handshake_failures = self.preemptions = 0.0
         for _ in range(random.choice((1, 2, 3))):
             self._start_prefill(f"prefill{len(self.engines)}.example")
@@ -107,7 +109,7 @@ class Simulation:
         """
         try:
             events, weights = self._choose_faults()
-            for _ in range(self.random.randrange(100, 300)):
+            for _ in range(self._length * self.random.randrange(100, 300)):
                 (event,) = self.random.choices(events, cum_weights=weights)
                 event()
             self._heal()
@@ -125,6 +127,24 @@ class Simulation:
         worker = self._any(self._workers(hung=False))
         if worker is not None:
             self._turn(worker)
+
+    def hurry(self) -> None:
+        """Much of what is on its way arrives, and who is there takes a turn."""
+        wire, random = self.world.wire, self.random
+        self._note("much arrives")
+        for message in list(wire.messages):
+            if random.random() < 0.8:
+                wire.deliver(message)
+        for read in list(wire.reads):
+            if random.random() < 0.6:
+                wire.move(read, random.choice((1, 1000)), land=random.random() < 0.8)
+        if random.random() < 0.5:
+            self.copy()
+        for worker in self._workers(hung=False):
+            while worker.scheduled and random.random() < 0.8:
+                worker.begin_step()
+            if random.random() < 0.8:
+                self._turn(worker)
 
     def let_time_pass(self) -> None:
         """A moment, or much."""
@@ -155,7 +175,7 @@ class Simulation:
             self.world.wire.move(read, count, land=land)
 
     def copy(self) -> None:
-        """A copy out of an arena is made."""
+        """A copy out of an arena, or into one, is made."""
         for worker in self._workers():
             copies = worker.memory.copies
             if copies is not None and copies.pending:
@@ -438,6 +458,7 @@ class Simulation:
             self._set_copies(worker)
         weights = {
             self.turn: 45.0,
+            self.hurry: some(4.0),
             self.let_time_pass: 6.0,
             self.let_much_time_pass: some(1.0),
             self.stand_still: some(0.5),
@@ -621,10 +642,11 @@ class Simulation:
     def _start_prefill(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("prefill"), host, 5600)
         num_blocks = self.random.randrange(6, 13)
-        engine = PrefillEngine(self.world, address, self.random.choice(LAYOUTS), num_blocks)
-        self.engines.append(engine)
-        ahead = " ahead of its workers" * engine.is_ahead
-        self._note(f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks{ahead}")
+        arena_bytes = self.random.choice((0, 32, 64))
+        engine = PrefillEngine(
+            self.world, address, self.random.choice(LAYOUTS), num_blocks, arena_bytes
+        )
+        self._add(engine, " ahead of its workers" * engine.is_ahead)
 
     def _start_decode(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("decode"), host, 5600)
@@ -633,11 +655,15 @@ class Simulation:
         engine = DecodeEngine(
             self.world, address, self.random.choice(LAYOUTS), num_blocks, arena_bytes
         )
+        self._add(engine)
+
+    def _add(self, engine: Engine, how: str = "") -> None:
         self.engines.append(engine)
         for worker in engine.workers:
             self._set_copies(worker)
         self._note(
-            f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks, arena {arena_bytes}"
+            f"starts {engine.engine_id} {engine.layout} of {engine.num_blocks} blocks, "
+            f"arena {engine.arena_bytes}{how}"
         )
 
     def _set_copies(self, worker: Worker) -> None:
@@ -664,6 +690,7 @@ class Simulation:
             self.num_failed += engine.num_failed
             self.num_early += engine.num_early
             self.num_prefetched += engine.num_prefetched
+            self.num_read_packed += engine.num_read_packed
 
     def _prefills(self) -> list[PrefillEngine]:
         return [engine for engine in self.engines if isinstance(engine, PrefillEngine)]

@@ -15,21 +15,27 @@ from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import subscriptions
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import ArenaAllocator, Span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import packing, subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import arena_copies
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
+    arena_copies,
+    packed_windows,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import PackState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     RequestReads,
     Transfers,
@@ -294,8 +300,98 @@ def steps_are_told_of_before_they_are_over(monkeypatch):
     monkeypatch.setattr(prefill.Prompt, "num_in_flight", property(lambda _: 0, lambda *_: None))
 
 
+class _OneRoom(ArenaAllocator):
+    """An arena whose spans all begin at its start."""
+
+    def allocate(self, size_bytes: int, alignment_bytes: int = 1) -> Span | None:
+        return Span(0, size_bytes) if size_bytes <= self.size_bytes else None
+
+    def free(self, span: Span) -> None:
+        """It has never been taken."""
+
+
+def windows_share_their_room(monkeypatch):
+    """A window is packed where another one is."""
+    monkeypatch.setattr(packing, "ArenaAllocator", _OneRoom)
+
+
+def windows_stay_entered_when_their_room_is_used_again(monkeypatch):
+    """A holder tells readers of windows that it has given up."""
+
+    def keep(self, row):
+        self._free.insert(0, row)
+
+    monkeypatch.setattr(packing.PackTable, "remove", keep)
+
+
+def windows_are_entered_before_they_are_gathered(monkeypatch):
+    """A copy into the arena is taken for made while its stream has not come to it."""
+    gather = arena_copies.ArenaCopier.gather
+
+    def gather_and_forget(copier, each):
+        gather(copier, each)
+
+    monkeypatch.setattr(arena_copies.ArenaCopier, "gather", gather_and_forget)
+
+
+def windows_count_without_a_second_look(monkeypatch):
+    """What was read of a window is believed."""
+    look = Transfers._has_left_nixl
+
+    def believe(self, running, now_s):
+        left = look(self, running, now_s)
+        if running.packed is not None and running.packed.state is PackState.READ:
+            running.packed.state = PackState.CONFIRMED
+        return left
+
+    monkeypatch.setattr(Transfers, "_has_left_nixl", believe)
+
+
+def whoever_asks_may_have_a_window(monkeypatch):
+    """Whatever he says is offered."""
+
+    def believe(self, entry):
+        return self._offered.get(entry.request_id, (None, None))[1]
+
+    monkeypatch.setattr(ProducerSide, "_blocks_of", believe)
+
+
+def windows_are_packed_of_blocks_that_were_given_away(monkeypatch):
+    """A holder remembers what it has offered for ever."""
+    end = ProducerSide._end
+
+    def remember(self, request_id, *how):
+        offered = self._offered.get(request_id)
+        end(self, request_id, *how)
+        if offered is not None:
+            self._offered[request_id] = offered
+
+    monkeypatch.setattr(ProducerSide, "_end", remember)
+
+
+def hung_looks_at_windows_break_nothing_off(monkeypatch):
+    """The connection with an engine that packs, and is gone, is never closed."""
+    monkeypatch.setattr(packed_windows, "PEER_GRACE_S", math.inf)
+
+
 PROMPTS = {"park": 12.0, "prefill": 9.0, "turn": 60.0, "move": 30.0}
 """Many prompts that are computed while they are waited for."""
+
+PACKED = {
+    "prefill": 9.0,
+    "offer": 30.0,
+    "begin_step": 24.0,
+    "read": 14.0,
+    "answer": 20.0,
+    "connect": 20.0,
+    "turn": 10.0,
+    "hurry": 60.0,
+    "let_time_pass": 12.0,
+    "restart_prefill": 0.0,
+    "restart_decode": 0.0,
+    "length": 6,
+}
+"""Many windows, of which readers ask at once."""
 
 WEIGHTS = {
     spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
@@ -305,8 +401,20 @@ WEIGHTS = {
     endings_are_not_told: {"park": 8.0},
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
     attempts_are_not_compared: PROMPTS,
-    prefetched_parts_are_not_accounted_for: {**PROMPTS, "abort": 8.0},
+    prefetched_parts_are_not_accounted_for: {
+        **PROMPTS,
+        "abort": 8.0,
+        "hurry": 20.0,
+        "length": 3,
+    },
     steps_are_told_of_before_they_are_over: PROMPTS,
+    windows_share_their_room: PACKED,
+    windows_stay_entered_when_their_room_is_used_again: PACKED,
+    windows_are_entered_before_they_are_gathered: {**PACKED, "copy": 2.0},
+    windows_count_without_a_second_look: PACKED,
+    whoever_asks_may_have_a_window: PACKED,
+    windows_are_packed_of_blocks_that_were_given_away: PACKED,
+    hung_looks_at_windows_break_nothing_off: {**PACKED, "hang": 6.0, "lose_read": 8.0},
 }
 """What has to happen often for a defect to show within some dozens of schedules."""
 
@@ -348,6 +456,13 @@ PLANTED = [
     (attempts_are_not_compared, "other bytes"),
     (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),
     (steps_are_told_of_before_they_are_over, "other bytes"),
+    (windows_share_their_room, "other bytes"),
+    (windows_stay_entered_when_their_room_is_used_again, "other bytes"),
+    (windows_are_entered_before_they_are_gathered, "other bytes"),
+    (windows_count_without_a_second_look, "other bytes"),
+    (whoever_asks_may_have_a_window, "for who does not know it"),
+    (windows_are_packed_of_blocks_that_were_given_away, "which is not offered"),
+    (hung_looks_at_windows_break_nothing_off, "is not over"),
 ]
 """Each defect, and what the violation that it leads to says."""
 

@@ -45,9 +45,11 @@ def test_no_schedule_violates_an_invariant():
         counts["neighbours served"] += simulation.num_neighbours_served
         counts["early"] += simulation.num_early
         counts["prefetched"] += simulation.num_prefetched
+        counts["read packed"] += simulation.num_read_packed
     # Schedules in which nothing happens prove nothing.
     assert counts["early"] > NUM_SCHEDULES // 20, counts
     assert counts["prefetched"] > NUM_SCHEDULES // 100, counts
+    assert counts["read packed"] > NUM_SCHEDULES // 10, counts
     # The rarest of these: some 15 in 1,000 crowded schedules, and one in 1,000 others.
     assert counts["neighbours served"] > NUM_SCHEDULES // 2500, counts
     assert min(counts["received"], counts["failed"]) > NUM_SCHEDULES // 3, counts

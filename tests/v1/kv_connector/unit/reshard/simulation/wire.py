@@ -38,10 +38,12 @@ class Owner:
         reads: It waits for bytes: nobody but its reads writes into its memory.
         written_at: Where it is written nevertheless: by devices of workers, each named by what
             tells owners of its memory.
+        offered: Others may read what is there.
     """
 
     name: str
     reads: bool = False
+    offered: bool = False
     written_at: set[OwnerAt] = field(default_factory=set, repr=False)
 
     def __str__(self) -> str:
@@ -113,6 +115,16 @@ class PostedRead:
     def is_over(self) -> bool:
         """Whether all of it has landed."""
         return not self.pieces and not self.cut
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What is said of a read that is over, as NIXL says it."""
+
+    xferDuration: float = 0.0
+    postDuration: float = 0.0
+    totalBytes: int = 0
+    descCount: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -288,6 +300,7 @@ class SimulatedAgent:
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Give a prepared list back, of which no read is in flight."""
+        prepared.handle.is_released = True
 
     def prepare(
         self, rows: np.ndarray, peer: str | None = None, memory: str | None = None
@@ -310,6 +323,8 @@ class SimulatedAgent:
         """Post a read, or refuse it."""
         wire, random, faults = self._wire, self._wire.random, self._wire.faults
         assert self.is_open and remote.peer is not None
+        for each in (local, remote):
+            check(not each.handle.is_released, f"{self.name} reads with a list that it gave back")
         self._check_thread("reads")
         if random.random() < faults.refusal:
             raise TransferError(f"refused to read from {remote.peer}")
@@ -336,8 +351,9 @@ class SimulatedAgent:
             return TransferState.FAILED
         return TransferState.DONE if read.is_over else TransferState.IN_FLIGHT
 
-    def telemetry(self, transfer: Transfer) -> None:
-        """Nothing is measured."""
+    def telemetry(self, transfer: Transfer) -> Telemetry:
+        """Nothing is measured but that it was read."""
+        return Telemetry()
 
     def release(self, transfer: Transfer) -> None:
         """Give a read back that is done."""
@@ -345,6 +361,7 @@ class SimulatedAgent:
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a message; it leaves when this agent is looked at next."""
+        check(peer in self._peers, f"{self.name} notifies {peer}, which it has forgotten")
         self._outbox.append(Message(self.name, self._peer(peer), message))
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
@@ -392,6 +409,7 @@ class _Rows:
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows.tolist()
+        self.is_released = False
         self._firsts = [0]
         for *_, count in self._rows[:-1]:
             self._firsts.append(self._firsts[-1] + count)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +29,20 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     read_block,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PACK_UNIT_BYTES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import (
+    PackAddress,
+    PackTable,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
+    MAX_PACKED_BYTES,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import lower_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 
 NOW_S = 10.0
 
@@ -218,3 +231,25 @@ def test_connection_is_drained_when_nothing_writes(ends):
     assert connection.is_drained is not ({"failed", "in doubt"} & {*ends} != set())
     lane.close()
     assert connection.is_drained and not connection.is_connected
+
+
+@pytest.mark.parametrize(
+    ("short_here", "short_there", "packs"), [(0, 0, True), (1, 0, False), (0, 1, False)]
+)
+def test_nothing_is_packed_where_an_arena_has_no_room_for_a_window(short_here, short_there, packs):
+    """At either end: each window would be waited for, and then be read direct."""
+    here, there = (MAX_PACKED_BYTES - each * PACK_UNIT_BYTES for each in (short_here, short_there))
+    reader, engine, table = Reader(), RemoteEngineStub(1), PackTable()
+    area = StagingArea(torch.zeros(here, dtype=torch.uint8), None)
+    arena = torch.zeros(there, dtype=torch.uint8)
+    reader.register([area.region])
+    address = PackAddress(table.words.ctypes.data, arena.data_ptr(), arena.nbytes)
+    (agent,), ((rank, description),) = engine.agents, engine.descriptions.items()
+    agent.register([(address.arena, there, 0), (address.table, table.words.nbytes, 0)])
+    descriptions = {rank: replace(description, packing=address)}
+    plan = plan_reshard(engine.shards, reader.shards)
+    lowered = lower_engine(descriptions, plan, reader.local, area)
+    connection = PeerConnection(reader.make_lane(), lowered, HUNG_GRACE_S, lambda: NOW_S)
+    assert connection.connect_next()
+    assert [each.packing is not None for each in connection.legs] == [packs] * len(connection.legs)
+    assert connection.legs

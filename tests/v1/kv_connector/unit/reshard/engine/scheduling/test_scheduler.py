@@ -299,7 +299,8 @@ def test_offer_is_announced_when_its_request_ends():
         stack.callback(listener.close)
         wait_until(is_heard)
     number = heard[0].number
-    assert heard[0] == Announcement(number, f"p-{number - 1}", fingerprints[number - 1])
+    name, block_ids = f"p-{number - 1}", ([5, 2, 9],)
+    assert heard[0] == Announcement(number, name, fingerprints[number - 1], block_ids)
 
 
 @pytest.mark.parametrize(

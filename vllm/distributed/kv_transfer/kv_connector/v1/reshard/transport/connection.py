@@ -201,7 +201,8 @@ class PeerConnection:
     def _windows_of(self, description: WorkerDescription, name: str) -> PackedWindows | None:
         """Return the windows that a worker packs; None if it packs none, or not for us."""
         address, area, agent = description.packing, self._area, self.lane.agent
-        if area is None or area.memory.nbytes < MAX_PACKED_BYTES or not address.arena_bytes:
+        # Windows may be of the largest size, and have to fit both arenas.
+        if area is None or min(area.memory.nbytes, address.arena_bytes) < MAX_PACKED_BYTES:
             return None
         device_id, count = description.cache.device_id, address.arena_bytes // PACK_UNIT_BYTES
         rows = side_by_side(address.arena, PACK_UNIT_BYTES, device_id, count)

@@ -112,11 +112,13 @@ class PackArea:
             packing, _ = self._copying.popleft()
             self._packer.enter(packing, now_s)
             has_packed = True
-        while not budget.is_spent:
+        while True:
             try:
                 following = self._packer.next(lambda entry: self._check(entry, offered))
             except ReshardError as error:
                 logger.warning("A window is not packed: %s", one_line(error))
+                if budget.is_spent:
+                    return has_packed
                 continue
             if following is None:
                 return has_packed
@@ -133,7 +135,8 @@ class PackArea:
                     self._packer.enter(following, now_s)
                 else:
                     self._copying.append((following, copied))
-        return True
+            if budget.is_spent:
+                return True
 
     def close(self) -> None:
         """Wait for copies."""
