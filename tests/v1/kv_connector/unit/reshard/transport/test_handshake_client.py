@@ -58,6 +58,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import OUR_REQUEST
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import handshake_client, zmtp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
@@ -247,7 +248,7 @@ def begin_answer(peer: socket.socket) -> None:
     """Speak ZMTP 3 with a client up to the first frame of its answer."""
     greet(peer, "ROUTER")
     heard = b""
-    while b"on the other one, too" not in heard:
+    while OUR_REQUEST not in heard:
         heard += peer.recv(1 << 16)
     peer.sendall(b"\x01\x00")
 
