@@ -38,7 +38,7 @@ class TransferEngine:
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.producer: list[str] = []
-        self.is_moving = self.has_backlog = self.has_moved = False
+        self.is_moving = self.is_packing = self.has_backlog = self.has_moved = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
         self.may_poll, self.may_tell = threading.Event(), threading.Event()
