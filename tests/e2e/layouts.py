@@ -13,6 +13,7 @@ from tools.pdstack.engine import Device, EngineSpec, KVTransfer, ServedModel
 from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.stack import Engine, PDStack
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PACK_UNIT_BYTES
 
 FLOAT32_BYTES = 4
 ONE, STAGES, RANKS, BOTH = Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(2, 2)
@@ -26,12 +27,14 @@ class Case:
     Attributes:
         reads: number of reads that fill the decode engine's blocks.
         is_seeded: whether answers begin with the prefill engine's token.
+        is_packed: whether reads are packed, each of which is of whole units.
     """
 
     prefill: Layout
     decode: Layout
     reads: int
     is_seeded: bool = False
+    is_packed: bool = False
 
     @property
     def sides(self) -> tuple[Layout, Layout]:
@@ -92,12 +95,17 @@ def assert_read_and_right(
     before = pair.decode.nixl_counters()
     assert pair.ask(text) == right
     blocks = -(-tokens // engines.block_tokens)
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=blocks * engines.block_bytes * copies,
-        transfers=case.reads,
-        first_tokens=case.is_seeded,
-    )
+    assert_read(case, pair.read_since(before, case.reads), blocks * engines.block_bytes * copies)
     return right
+
+
+def assert_read(case: Case, counted: NixlCounters, num_bytes: int) -> None:
+    """See that so many bytes were read, in as many reads as a case has."""
+    spare_bytes = counted.bytes_moved - num_bytes
+    assert 0 <= spare_bytes <= case.is_packed * case.reads * PACK_UNIT_BYTES
+    assert counted == NixlCounters(
+        bytes_moved=counted.bytes_moved, transfers=case.reads, first_tokens=case.is_seeded
+    )
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from tests.e2e.layouts import (
     STAGES,
     Case,
     Engines,
+    assert_read,
     assert_read_and_right,
 )
 from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, metric, text_of
 from tests.faults.stage import Stage, spec
 from tests.selection import chosen
 from tests.tools.pdstack.helpers import wait_until
-from tools.pdstack.metrics import NixlCounters
 
 # A part of a block, exactly one, one token more, and several with a part.
 PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
@@ -28,8 +28,8 @@ PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
 CASES = (
     Case(STAGES, ONE, reads=2),
     Case(ONE, STAGES, reads=2),
-    Case(STAGES, RANKS, reads=4, is_seeded=True),
-    Case(ONE, RANKS, reads=2),
+    Case(STAGES, RANKS, reads=4, is_seeded=True, is_packed=True),
+    Case(ONE, RANKS, reads=2, is_packed=True),
     Case(RANKS, ONE, reads=2),
     # An engine of four workers more, for no kind of read that the others have not.
     pytest.param(Case(BOTH, ONE, reads=4), marks=pytest.mark.nightly),
@@ -63,9 +63,7 @@ def test_an_answer_equals_one_engines(
     before = pair.decode.nixl_counters()
     hits = metric(pair.decode, "vllm:prefix_cache_hits_total")
     assert pair.ask(text) == right
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=engines.block_bytes, transfers=case.reads, first_tokens=case.is_seeded
-    )
+    assert_read(case, pair.read_since(before, case.reads), engines.block_bytes)
     # The last token is computed again in any case, and with it comes its block.
     kept = hits + (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     wait_until(

@@ -29,7 +29,10 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     read_block,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PACK_UNIT_BYTES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import (
+    MAX_PACKED_BYTES,
+    PACK_UNIT_BYTES,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import (
@@ -38,9 +41,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
-    MAX_PACKED_BYTES,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import lower_engine
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 

@@ -43,7 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer i
 
 TABLE, ARENA, LOCAL = Prepared("peer", "table"), Prepared("peer", "arena"), Prepared(None, "local")
 CLAIM = Claim("r", OfferFingerprint(8, 1, 2))
-LEG = PackedLeg(Slice(0, 1, 0, 4, token_major=False), np.array([3, 5]))
+LEG = PackedLeg(Slice(0, 1, 4, token_major=False), np.array([3, 5]), np.zeros(2, np.int64))
 WINDOW = Window(Selection(SimpleNamespace(src_blocks=np.array([7, 9])), np.array([0, 1])), 64)
 
 
