@@ -104,7 +104,7 @@ TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/utils tests/v1/work
 # Its caches have other forms, and its scheduler gives blocks and is told of failed reads otherwise.
 TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispatch hybrid lifecycle parity) \
                    $(patsubst %,$(RESHARD)/engine/%.py,test_content test_first_forward \
-                     scheduling/test_parking test_queues test_stats test_worker)
+                     scheduling/test_remote_reads test_stats test_worker)
 # What pages tell of a release, and models that vary between it and the default one.
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
                    $(RESHARD)/cli/test_asking.py $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
