@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_packed_reads import NHD
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     Engine,
@@ -23,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import consumer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import Plane, RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import packed_windows
+
+NHD = dict(token_major=True)
 
 both_ways = pytest.mark.parametrize("engines", ["auto", "packed"], indirect=True)
 """What has arrived in either way is read in the other."""

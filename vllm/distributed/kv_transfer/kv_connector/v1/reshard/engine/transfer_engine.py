@@ -157,7 +157,7 @@ class TransferEngine:
             self.transfers.retire(connection)
         self._has_packed = self.producer.pack(now_s, self._budget())
         report = self._report
-        report.add(self.consumer.take_report())
+        self.consumer.report_to(report)
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)

@@ -638,7 +638,7 @@ class Transfers:
             first = part.leg.staging.leg.name(part.window, int(differing[0]))
             text = (
                 f"{len(differing)} of {len(copy.addresses)} pieces differ from what "
-                f"{quote(part.leg.remote.peer)} holds, first {first}"
+                f"{quote(part.leg.remote.peer)} holds, first {one_line(first)}"
             )
             running.reads.fail(DiffersError(text))
         self._drain(running)

@@ -284,11 +284,12 @@ class ConsumerSide:
             connection.leases.advance()
         return self._transfers.is_lingering or any(each.leases for each in self._peers.looking)
 
-    def take_report(self) -> WorkerReport:
-        """Return what has become of requests since the last call."""
+    def report_to(self, report: WorkerReport) -> None:
+        """Add what has become of requests since the last call to a report."""
         self._tasks.run(self._now_s)
-        report, self._report = self._report, WorkerReport()
-        return report
+        # In this order, so that an exception loses nothing.
+        report.add(self._report)
+        self._report = WorkerReport()
 
     async def _read(self, request: IncomingRequest) -> None:
         """Read a request. What it raises fails it; `_leave` follows in any case."""
