@@ -111,7 +111,6 @@ def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
         ours: The variant of our connector that is judged.
     """
     rules: dict[Part, Callable[[Result, str], Iterable[Verdict]]] = {
-        Part.HANDSHAKE: _handshake,
         Part.TRANSFER: _transfer,
         Part.REQUEST_PATH: _request_path,
         Part.IDLE: _idle,
@@ -120,19 +119,9 @@ def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
         Part.NETWORK: _network,
         Part.END_TO_END: _end_to_end,
     }
-    verdicts = [verdict for result in results for verdict in rules[result.part](result, ours)]
+    ruled = (each for each in results if each.part in rules)
+    verdicts = [verdict for result in ruled for verdict in rules[result.part](result, ours)]
     return [*verdicts, *_flatness(results, ours), *_crowds(results, ours)]
-
-
-def _handshake(result: Result, ours: str) -> Iterable[Verdict]:
-    if result.sizes["blocks"] < 100_000 or result.sizes["layers"] < 80:
-        return
-    if "PP" in result.case:
-        # There is nothing to compare with.
-        return
-    for metric, what in ((Metric.SECONDS, "time"), (Metric.PEAK_BYTES, "memory")):
-        ratio = result.ratio(UPSTREAM.name, ours, metric)
-        yield _verdict(f"upstream's {what} / ours", result, ratio, 100.0, UPSTREAM.name)
 
 
 def _transfer(result: Result, ours: str) -> Iterable[Verdict]:

@@ -124,6 +124,7 @@ def engine_spec(
         "kv_read_timeout_s": settings.read_timeout_s,
         "engine_ttl": settings.engine_ttl_s,
         "early_dispatch": seat.early,
+        "transfer_strategy": seat.strategy,
     }
     return EngineSpec(
         f"{seat.name}.{incarnation}",

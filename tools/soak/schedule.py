@@ -61,19 +61,21 @@ class Seat:
     Attributes:
         placement: how the first one is laid out.
         early: whether requests may be sent to it and another engine at once.
+        strategy: its `transfer_strategy`.
     """
 
     name: str
     role: Role
     placement: Placement
     early: bool = True
+    strategy: str = "auto"
 
 
 SEATS: tuple[Seat, ...] = (
     Seat("prefill-1", Role.PREFILL, PLACEMENTS[0]),
     Seat("prefill-2", Role.PREFILL, PLACEMENTS[1], early=False),
     Seat("decode-1", Role.DECODE, PLACEMENTS[2]),
-    Seat("decode-2", Role.DECODE, PLACEMENTS[3]),
+    Seat("decode-2", Role.DECODE, PLACEMENTS[3], strategy="packed"),
 )
 
 

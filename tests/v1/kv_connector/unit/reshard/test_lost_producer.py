@@ -39,13 +39,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Pack,
     RemoteEngineAddress,
     RemoteRequest,
+    decode_notification,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 SMALL, LARGE = 8, 16384
@@ -186,6 +189,43 @@ def test_release_that_cannot_be_sent_is_sent_over_the_next_connection(
     assert refused
 
 
+@pytest.mark.parametrize("engines", ["packed"], indirect=True)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_producer_that_stops_while_it_packs(engines, producer, monkeypatch, goes_on):
+    """What it has not packed is read direct: once it goes on, all has arrived, or else nothing."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    reader = engines("decode")
+    whole = fill(engines("twin"), BLOCKS)
+    progress = Progress(reader)
+    (worker,) = reader.workers.values()
+    (transfer_engine,) = reader.transfer_engines.values()
+    told: list[bytes] = []
+    notify = NixlAgent.notify
+
+    def stop_before(agent: NixlAgent, name: str, message: bytes) -> None:
+        if not told:
+            send(producer.process, signal.SIGSTOP)
+        told.append(message)
+        notify(agent, name, message)
+
+    monkeypatch.setattr(NixlAgent, "notify", stop_before)
+    wanted = receive(producer.address, [3, 4, 1], BLOCKS, remote_request_id="p-a")
+    reader.start(receive={"d-a": wanted})
+    transfers = transfer_engine.transfers
+    wait_until(lambda: told and not transfers._asked and transfers._posted, progress.step)
+    assert isinstance(decode_notification(told[0]), Pack)
+    if goes_on:
+        send(producer.process, signal.SIGCONT)
+        progress.until(reader, received="d-a")
+        assert not worker.report.take_failed()
+        assert_received(reader, [3, 4, 1], whole)
+        producer.until_released("p-a")
+    else:
+        producer.process.kill()
+        assert failures(worker, progress) == {"d-a": {3, 4, 1}}
+        progress.until(reader, received="d-a")
+
+
 @pytest.fixture
 def hung_read(engines, producer, monkeypatch):
     """A read of 48 MiB that the producer, which has been stopped, does not answer.
@@ -232,8 +272,9 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch, caplog_vll
     process, reader, progress, clock = hung_read
     (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     with monkeypatch.context() as patch:
+        # Of several windows a short poll looks at one, beside others that may arrive.
+        patch.setattr(transfer_engine, "_budget", lambda: UNLIMITED)
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
-        # Of several windows, a poll may look at one.
         wait_until(lambda: "over a new connection" in caplog_vllm.text, progress.step)
         reader.start(failed={"d-b"})
         assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}

@@ -387,14 +387,15 @@ every_strategy = pytest.mark.parametrize(
 
 @pytest.fixture
 def engines(request, monkeypatch) -> Iterator:
-    """Makes engines, which read direct unless something else is asked for, and closes them."""
+    """Makes engines, which read once and direct unless something else is asked for; closes them."""
     # Few of them see another engine: the process that tries metadata starts with the first.
     monkeypatch.setattr(HandshakeClient, "prepare", lambda *_: None)
     strategy = getattr(request, "param", "direct")
+    options = {"transfer_strategy": strategy, "verify_reads": 0}
     made: list[Engine] = []
 
     def make(engine_id: str, **layout) -> Engine:
-        made.append(Engine(engine_id, **{"transfer_strategy": strategy, **layout}))
+        made.append(Engine(engine_id, **{**options, **layout}))
         return made[-1]
 
     yield make

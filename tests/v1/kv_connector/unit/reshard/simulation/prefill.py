@@ -299,7 +299,7 @@ class PrefillEngine(Engine):
     def _check_packed(self, worker: Worker) -> None:
         """Windows are packed for those who know what is offered."""
         packs = worker.transfer_engine.producer.packs
-        if packs is None or not packs.has_readers:
+        if packs is None:
             return
         words = np.frombuffer(ctypes.string_at(packs.address.table, TABLE_BYTES), np.uint64)
         for key in {(worker.name, key) for key in entered(words)} - self._packed:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peer
     Peer,
     PeerTable,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerReport
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
@@ -76,6 +77,7 @@ class Connection:
         self.legs: list[object] = []
         self.lease_tables: dict[str, object] = {}
         self.releases: list[tuple[str, int]] = []
+        self.num_verified = 0
         self.unreached: list[object] = []
 
     def connect_next(self) -> bool:
@@ -135,7 +137,8 @@ class Worker:
             assert error is None
             self.reads.on_connected(peer)
         self.reads.begin(now_s, budget)
-        report = self.reads.take_report()
+        report = WorkerReport()
+        self.reads.report_to(report)
         self.failed += report.failed
         return sorted(report.received)
 
@@ -494,7 +497,8 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     broken_off: list = []
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
     worker.reads.advance(600.0, UNLIMITED)
-    report = worker.reads.take_report()
+    report = WorkerReport()
+    worker.reads.report_to(report)
     assert (report.failed, report.received) == ({}, {"a"})
     assert not broken_off and worker.reads.next_due_s is None
 
@@ -582,7 +586,9 @@ def test_line_of_a_request_that_was_not_begun_in_time(
         worker.answer()
         worker.peers.advance(0.0)
     worker.reads.advance(600.0, UNLIMITED)
-    assert set(worker.reads.take_report().failed) == {"a"}
+    report = WorkerReport()
+    worker.reads.report_to(report)
+    assert set(report.failed) == {"a"}
     assert "waited 600 s for " + waited_for.format("engine0 at p0.example:5600") in caplog_vllm.text
 
 

@@ -169,7 +169,7 @@ class ProducerSide:
 
     def pack(self, now_s: float, budget: Budget) -> bool:
         """Pack windows for readers, within the budget; return whether one was packed."""
-        if self.packs is None or not self.packs.has_readers:
+        if self.packs is None or not (self._requests or self.packs.is_serving):
             return False
         self._hear(now_s)
         return self.packs.serve(self._blocks_of, now_s, budget)
@@ -179,10 +179,11 @@ class ProducerSide:
         """Whether a reader waits for a window or reads one."""
         return self.packs is not None and self.packs.is_serving
 
-    @property
-    def listens(self) -> bool:
-        """Whether a reader may ask for a window at any time."""
-        return self.packs is not None and self.packs.has_readers and bool(self._requests)
+    def hears_again_s(self, now_s: float) -> float:
+        """Return when to hear at the latest what readers ask for; infinity if they may not."""
+        if self.packs is None or not self._requests:
+            return math.inf
+        return self.packs.hears_again_s(now_s)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Return the requests released or expired since the last call; their blocks are free."""

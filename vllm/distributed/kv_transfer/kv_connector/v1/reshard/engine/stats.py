@@ -103,6 +103,9 @@ class ReadFailure(str, Enum):
     FINGERPRINT = "fingerprint"
     """The blocks hold the KV of tokens other than the request's, or are not the offered ones."""
 
+    CONTENT = "content"
+    """The blocks have arrived with other bytes than they are held with. See `verify_reads`."""
+
     DEADLINE = "deadline"
     """The blocks were not read within `kv_read_timeout_s`."""
 

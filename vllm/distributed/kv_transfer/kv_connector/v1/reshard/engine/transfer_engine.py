@@ -41,9 +41,6 @@ logger = init_logger(__name__)
 BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
-_LISTEN_S = 2e-3
-"""Interval at which a worker that holds blocks and has packed for readers hears what they ask."""
-
 _LINGER_S = 0.05
 """Interval between polls of reads of failed requests, which are polled until they end."""
 
@@ -160,7 +157,7 @@ class TransferEngine:
             self.transfers.retire(connection)
         self._has_packed = self.producer.pack(now_s, self._budget())
         report = self._report
-        report.add(self.consumer.take_report())
+        self.consumer.report_to(report)
         self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
@@ -216,13 +213,15 @@ class TransferEngine:
 
     def next_due_s(self, now_s: float) -> float | None:
         """Return when the next poll is due if nothing happens before; None for never."""
-        due_s = [self.peers.next_due_s, self._renewals.next_due_s]
+        due_s = [
+            self.peers.next_due_s,
+            self._renewals.next_due_s,
+            self.producer.hears_again_s(now_s),
+        ]
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
             due_s.append(now_s + _LINGER_S)
-        if self.producer.listens:
-            due_s.append(now_s + _LISTEN_S)
         return min(due_s) if min(due_s) < math.inf else None
 
     def drain(self, now_s: float) -> bool:

@@ -175,6 +175,7 @@ class ReshardWorker:
                 tasks,
                 self._settings.kv_read_timeout_s,
                 self._name,
+                self._settings.verify_reads,
             ),
             notifier,
             renewals,

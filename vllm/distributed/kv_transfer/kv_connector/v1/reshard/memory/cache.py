@@ -105,6 +105,13 @@ class Plane:
             return frozenset(Order)
         return frozenset(orders)
 
+    def strides_text(self) -> str:
+        """Return how its pages lie, for people."""
+        return (
+            f"a block every {self.block_stride_bytes} bytes, a head every "
+            f"{self.head_stride_bytes}, a slot of {self.slot_bytes} every {self.slot_stride_bytes}"
+        )
+
     def offset_bytes(self, head: int, token: int) -> int:
         """Return the offset within a block of a head's slot.
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..plan.reshard import Read
+from ..plan.shards import Layer
 from .cache import Plane
 from .overlap import BlockRun, Overlap, tokens_of_chunk
 
@@ -100,12 +101,14 @@ class PlanePair:
     """One plane of a layer at both ends.
 
     Attributes:
+        layer: The layer.
         src: The plane at the source.
         dst: The plane at the destination.
         groups: The layer's KV-cache groups at the source and at the destination.
         blocks_per_id: Number of the layer's blocks that one block id stands for, at each end.
     """
 
+    layer: Layer
     src: Plane
     dst: Plane
     groups: tuple[int, int]

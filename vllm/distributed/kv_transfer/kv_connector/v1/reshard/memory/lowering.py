@@ -125,7 +125,7 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 f"{dst_plane.slot_bytes} here: run both engines with the same model, dtype and "
                 "--kv-cache-dtype"
             )
-        yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
+        yield PlanePair(layer, src_plane, dst_plane, groups, blocks_per_id)
 
 
 def _apart(planes: tuple[Plane, ...], others: tuple[Plane, ...]) -> tuple[Plane, ...]:

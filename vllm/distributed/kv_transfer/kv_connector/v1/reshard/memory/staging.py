@@ -172,6 +172,24 @@ class StagedLeg:
             (dst.head_stride_bytes, dst.slot_stride_bytes),
         )
 
+    def name(self, window: Window, number: int) -> str:
+        """Name a chunk of a window, and how a page lies at both ends.
+
+        Args:
+            window: The window.
+            number: Position of the chunk in the window's copy.
+        """
+        common, leg = window.selection.overlap, self.leg
+        plane, chunk = divmod(number, len(common.chunk_starts))
+        pair, units = leg.pairs[int(window.selection.planes[plane])], leg.read.units
+        return (
+            f"layer {pair.layer} of KV-cache groups {pair.groups[0]} there and {pair.groups[1]} "
+            f"here, heads or channels {units.start} to {units.stop - 1}, "
+            f"{leg.chunk_tokens} tokens from {common.chunk_starts[chunk]} on, in block "
+            f"{common.src_block_ids[chunk]} there and {common.dst_block_ids[chunk]} here; "
+            f"{pair.src.strides_text()} there, {pair.dst.strides_text()} here"
+        )
+
     def num_merged(self, selections: Sequence[Selection]) -> int:
         """Count the descriptors that are left after merging those that adjoin at the source."""
         # If a slice is one row, as long as pages are apart, it is the whole page. Several rows of

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..memory.staging import ArenaCopy
@@ -62,6 +63,21 @@ class ArenaCopier:
     def gather(self, copy: ArenaCopy) -> torch.cuda.Event | None:
         """Copy from the cache to the arena; as `scatter`."""
         return self._make(gather, copy)
+
+    def differing(self, copy: ArenaCopy) -> npt.NDArray[np.int64]:
+        """Return the chunks that are not the same in the arena and in the cache.
+
+        On a device it waits for that, but for nothing that the model computes.
+
+        Returns:
+            Their positions in the copy, ascending; shape (chunks,).
+        """
+        with torch.cuda.stream(self._stream):
+            found = [
+                part.numbers[part.differ(self._arena).cpu().numpy()]
+                for part in _by_memory(copy, self._memories)
+            ]
+        return np.sort(np.concatenate(found))
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -153,6 +169,7 @@ class _Part:
 
     copy: ArenaCopy
     memory: MemoryStretch
+    numbers: npt.NDArray[np.int64]
     arena_offsets: np.ndarray
     cache_offsets: np.ndarray
     word_bytes: int
@@ -170,6 +187,13 @@ class _Part:
 
     def in_cache(self) -> torch.Tensor:
         return self._chunks(self.memory.flat, self.copy.cache_strides_bytes, 0, self.word_bytes)
+
+    def differ(self, arena: torch.Tensor) -> torch.Tensor:
+        """Return for each chunk whether it differs between the arena and the cache."""
+        values = self.in_arena(arena).index_select(0, self.arena_indices)
+        there = self.in_cache().index_select(0, self.cache_indices)
+        # Bit for bit: no number is compared.
+        return (values.view(torch.int8) != there.view(torch.int8)).flatten(1).any(1)
 
     def regular(self, arena: torch.Tensor) -> torch.Tensor | None:
         """View the arena as these chunks, in their order; None unless equal steps part them."""
@@ -227,7 +251,7 @@ def _by_memory(copy: ArenaCopy, memories: Sequence[MemoryStretch]) -> Iterator[_
             int(np.gcd.reduce(arena_offsets)),
             int(np.gcd.reduce(cache_offsets)),
         )
-        yield _Part(copy, memory, arena_offsets, cache_offsets, word_bytes)
+        yield _Part(copy, memory, chosen, arena_offsets, cache_offsets, word_bytes)
 
 
 def _contiguous_order(chunks: torch.Tensor) -> tuple[int, ...] | None:

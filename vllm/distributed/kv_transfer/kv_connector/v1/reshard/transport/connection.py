@@ -48,6 +48,7 @@ class PeerConnection:
         legs: Legs to read for every request.
         lease_tables: Lease table of each worker, by the agent's name.
         releases: Workers to notify when a request was read, with the number of notifiers.
+        num_verified: Requests that were verified.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PeerConnection:
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
+        self.num_verified = 0
         self._clock = clock
         self._area = lowered.area
         self._unconnected = deque(lowered.workers)

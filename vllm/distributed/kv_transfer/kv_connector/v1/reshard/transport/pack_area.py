@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -24,6 +25,15 @@ from .budget import Budget
 from .staging_area import allocate_arena
 
 logger = init_logger(__name__)
+
+_HEAR_S = 2e-3
+"""Interval at which readers are heard that have asked for windows of late."""
+
+_FIRST_HEAR_S = 0.02
+"""The same if none has: one that asks waits for a fifth of `PACKED_WITHIN_S` at most."""
+
+_IN_USE_S = 1.0
+"""For how long a reader counts as one that asks for windows."""
 
 Offered = Callable[[PackEntry], BlockIds | None]
 """Returns the blocks of the offer that an entry names, by KV-cache group; None if it is not offered
@@ -85,17 +95,22 @@ class PackArea:
         self.address = PackAddress(table, memory.data_ptr(), memory.nbytes)
         # Being copied on a device, in order.
         self._copying: deque[tuple[Packing, torch.cuda.Event]] = deque()
-        self.has_readers = False
-        """Whether a reader has ever asked for a window."""
+        # When a reader was last heard.
+        self._heard_at_s = -math.inf
 
     @property
     def is_serving(self) -> bool:
         """Whether a reader waits for a window or reads one."""
         return bool(len(self._packer))
 
+    def hears_again_s(self, now_s: float) -> float:
+        """Return when to hear at the latest what readers ask for, if they may."""
+        is_in_use = now_s < self._heard_at_s + _IN_USE_S
+        return now_s + (_HEAR_S if is_in_use else _FIRST_HEAR_S)
+
     def hear(self, pack: Pack, now_s: float) -> None:
         """Note what a reader asks for and returns."""
-        self.has_readers = True
+        self._heard_at_s = now_s
         self._packer.hear(pack, now_s)
 
     def serve(self, offered: Offered, now_s: float, budget: Budget) -> bool:

@@ -7,6 +7,10 @@
 
 What is not packed in time is read direct.
 
+The first requests of a connection are *verified*: what has arrived is read once more, another way,
+and compared where it would be scattered. What was read direct or staged is packed by its holder,
+which knows where it lies from its own memory; what was packed is staged.
+
 On the host a window is scattered in the poll that sees it land.
 
 Each poll posts queued parts and checks posted ones until its budget runs out; the next poll goes on
@@ -27,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +42,7 @@ from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
 from ..memory.leg import Selection
 from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES, PACK_UNIT_BYTES, in_units
-from ..memory.staging import Window
+from ..memory.staging import ArenaCopy, Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.quoting import one_line, quote
@@ -60,6 +64,9 @@ _SPAN_WAIT_S = 0.1
 _WINDOWS_PER_ARENA = 8
 """So many windows fit at least, so that some are scattered while others are being read."""
 
+_STAGED_AGAIN = 64
+"""Blocks of each plane that verify a packed read."""
+
 _MAX_WINDOW_BYTES = 8 << 20
 """A window of this size is still in the processor's cache when it is scattered."""
 
@@ -73,12 +80,14 @@ class Part:
         selections: Blocks to read with it.
         window: The same blocks as a window of the arena; None for a direct read.
         claim: The offer by which its window is packed; None for a direct or a staged read.
+        verifies: Whether its window is compared with the blocks, and not put there.
     """
 
     leg: PreparedLeg
     selections: Sequence[Selection]
     window: Window | None = None
     claim: Claim | None = None
+    verifies: bool = False
 
 
 class PartError(Exception):
@@ -92,6 +101,10 @@ class PartError(Exception):
     def __init__(self, fault: str, *, is_local: bool = False) -> None:
         super().__init__(fault)
         self.is_local = is_local
+
+
+class DiffersError(PartError):
+    """A part that verifies others has other bytes than have arrived."""
 
 
 class Arrived(NamedTuple):
@@ -117,6 +130,7 @@ class RequestReads:
         parts: The parts.
         error: The first failure of a part; None without one.
         arrived: Parts that have arrived and were not taken out yet.
+        num_verified: Parts that were found to have arrived as they were.
     """
 
     def __init__(self, request_id: RequestId, task: Task | None = None) -> None:
@@ -124,6 +138,7 @@ class RequestReads:
         self.parts: dict[_PartRead, None] = {}
         self.error: PartError | None = None
         self.arrived: list[Arrived] = []
+        self.num_verified = 0
 
     @property
     def has_begun(self) -> bool:
@@ -259,15 +274,46 @@ class Transfers:
         how = staging.leg.choose(selections, area.policy, may_pack=bool(leg.packing and claim))
         if how is Strategy.DIRECT:
             return (Part(leg, selections),)
-        is_packed = how is Strategy.PACKED
+        return self._windows(leg, selections, claim if how is Strategy.PACKED else None)
+
+    def cut_again(
+        self, leg: PreparedLeg, selections: Sequence[Selection], claim: Claim
+    ) -> Iterable[Part]:
+        """Cut a leg's selections, which have arrived, into parts that verify them.
+
+        Args:
+            leg: The leg. If its holder packs nothing, nothing is verified.
+            selections: What was read.
+            claim: The offer.
+        """
+        area, staging = self.area, leg.staging
+        if not selections or area is None or staging is None or leg.packing is None:
+            return ()
+        how = staging.leg.choose(selections, area.policy, may_pack=True)
+        if how is not Strategy.PACKED:
+            return self._windows(leg, selections, claim, verifies=True)
+        # These are small pieces, of which a long prompt has millions.
+        first = [replace(each, overlap=each.overlap.part(0, _STAGED_AGAIN)) for each in selections]
+        return self._windows(leg, first, None, verifies=True)
+
+    def _windows(
+        self,
+        leg: PreparedLeg,
+        selections: Sequence[Selection],
+        claim: Claim | None,
+        *,
+        verifies: bool = False,
+    ) -> Iterable[Part]:
+        """Cut a leg's selections into windows, to be packed by a claim or staged without one."""
+        assert self.area is not None and leg.staging is not None
         limit_bytes = min(
-            area.spans.size_bytes // _WINDOWS_PER_ARENA,
-            MAX_PACKED_BYTES if is_packed else _MAX_WINDOW_BYTES,
+            self.area.spans.size_bytes // _WINDOWS_PER_ARENA,
+            MAX_PACKED_BYTES if claim else _MAX_WINDOW_BYTES,
         )
-        max_blocks = MAX_PACKED_BLOCKS if is_packed else None
+        max_blocks = MAX_PACKED_BLOCKS if claim else None
         return (
-            Part(leg, (window.selection,), window, claim if is_packed else None)
-            for window in staging.leg.windows(selections, limit_bytes, max_blocks)
+            Part(leg, (window.selection,), window, claim, verifies)
+            for window in leg.staging.leg.windows(selections, limit_bytes, max_blocks)
         )
 
     def start(
@@ -385,7 +431,8 @@ class Transfers:
                 window, claim, packing = first.part.window, first.part.claim, first.part.leg.packing
                 assert area is not None and window and claim and packing
                 if not windows.serves(now_s):
-                    self._direct += queue
+                    for each in queue:
+                        self._read_direct(each)
                     queue.clear()
                     break
                 if not windows.has_room:
@@ -400,7 +447,7 @@ class Transfers:
                 elif now_s - self._moved_at_s < _SPAN_WAIT_S:
                     break
                 else:
-                    self._direct.append(first)
+                    self._read_direct(first)
                 queue.popleft()
             if not queue:
                 del self._unasked[windows]
@@ -419,7 +466,7 @@ class Transfers:
                 self._scatter(first, first.span, now_s)
             elif state is PackState.LOST:
                 self._free(first)
-                self._direct.append(first)
+                self._read_direct(first)
                 self._asked.popleft()
             else:
                 self._asked.rotate(-1)
@@ -461,6 +508,10 @@ class Transfers:
             if span is None and moves and not too_large:
                 return
             first.span = span
+            if span is None and first.part.verifies:
+                self._read_direct(first)
+                self._queue.popleft()
+                continue
             self._post(first, now_s, self._queue)
             if budget.is_spent:
                 self._is_cut_short = bool(self._queue)
@@ -499,6 +550,13 @@ class Transfers:
         self._posted.append(running)
         if running.transfer.ended_at_once and self._has_left_nixl(running, now_s):
             self._posted.pop()
+
+    def _read_direct(self, running: _PartRead) -> None:
+        """Queue a window for a direct read; what only verifies is done without."""
+        if running.part.verifies:
+            self._drain(running)
+        else:
+            self._direct.append(running)
 
     def _fail_to_post(self, running: _PartRead, queue: deque[_PartRead], error: Exception) -> None:
         """Fail the first part of a queue, whose post was refused or raised an exception."""
@@ -552,8 +610,12 @@ class Transfers:
         """Copy a window from the arena to its blocks, or begin to."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
+        copy = staging.leg.scatter(window, span)
         try:
-            running.copied = area.copier.scatter(staging.leg.scatter(window, span))
+            if running.part.verifies:
+                self._verify(running, copy, area)
+                return
+            running.copied = area.copier.scatter(copy)
         except Exception as error:
             # Such as no memory on the device: this fails the request, not the engine.
             fault = f"its bytes could not be put in their places: {one_line(error)}"
@@ -564,6 +626,22 @@ class Transfers:
             self._arrive(running)
         else:
             self._landed.append(running)
+
+    def _verify(self, running: _PartRead, copy: ArenaCopy, area: StagingArea) -> None:
+        """Compare a window in the arena with the blocks that it has arrived in."""
+        differing = area.copier.differing(copy)
+        if not len(differing):
+            running.reads.num_verified += 1
+        else:
+            part = running.part
+            assert part.leg.staging is not None and part.window is not None
+            first = part.leg.staging.leg.name(part.window, int(differing[0]))
+            text = (
+                f"{len(differing)} of {len(copy.addresses)} pieces differ from what "
+                f"{quote(part.leg.remote.peer)} holds, first {one_line(first)}"
+            )
+            running.reads.fail(DiffersError(text))
+        self._drain(running)
 
     def _is_scattered(self, running: _PartRead, now_s: float) -> bool:
         """Check a copy; if it has been made, free its span and drain its part."""
@@ -598,7 +676,8 @@ class Transfers:
             if not ended:
                 continue
             for each in ended:
-                if fault is not None:
+                # What only verifies is done without.
+                if fault is not None and not each.part.verifies:
                     each.reads.fail(PartError(fault))
                 self._drain(each)
             kept = [each for each in queue if not is_meant(each)]

@@ -33,7 +33,7 @@ from ...transport.lane import Lane
 from ...transport.lease_check import PreparedTable
 from ...transport.packed_windows import Claim
 from ...transport.remote import LocalCache
-from ...transport.transfers import Part, PartError, RequestReads, Transfers
+from ...transport.transfers import DiffersError, Part, PartError, RequestReads, Transfers
 from ..connecting.peers import Peer, PeerTable
 from ..metadata import WorkerReport
 from ..stats import ReadFailure, ReshardStats
@@ -50,6 +50,8 @@ _MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
 one, whose blocks this worker must not release. The lease frees them."""
 
 _REMEDIES = {
+    ReadFailure.CONTENT: ": no request is read from this engine until one arrives as it is held. "
+    "Report this line; other backends, or another attention backend, may do",
     ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
     "through prefill again",
     ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
@@ -70,6 +72,7 @@ class ConsumerSide:
         tasks: The tasks of its thread, which this steps.
         timeout_s: How long a request may take from its offer until it is received.
         name: The worker's name, for traces.
+        num_to_verify: First requests of each connection that are verified.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ConsumerSide:
         tasks: Tasks,
         timeout_s: float,
         name: str = "",
+        num_to_verify: int = 0,
     ) -> None:
         self._peers = peers
         self._transfers = transfers
@@ -88,6 +92,7 @@ class ConsumerSide:
         self._stats = stats
         self._timeout_s = timeout_s
         self._name = name
+        self._num_to_verify = num_to_verify
         self._tasks = tasks
         # Until each is reported as received.
         self._requests: dict[RequestId, IncomingRequest] = {}
@@ -279,11 +284,12 @@ class ConsumerSide:
             connection.leases.advance()
         return self._transfers.is_lingering or any(each.leases for each in self._peers.looking)
 
-    def take_report(self) -> WorkerReport:
-        """Return what has become of requests since the last call."""
+    def report_to(self, report: WorkerReport) -> None:
+        """Add what has become of requests since the last call to a report."""
         self._tasks.run(self._now_s)
-        report, self._report = self._report, WorkerReport()
-        return report
+        # In this order, so that an exception loses nothing.
+        report.add(self._report)
+        self._report = WorkerReport()
 
     async def _read(self, request: IncomingRequest) -> None:
         """Read a request. What it raises fails it; `_leave` follows in any case."""
@@ -307,17 +313,22 @@ class ConsumerSide:
             await self._requeue(request, error)
             tables = await self._read_parts(request)
         self._count(request)
+        connection = request.connection
+        assert connection is not None and request.peer is not None
+        differs = await self._verify(request, connection) if tables else None
         request.enter(ReadState.CHECKING, self._now_s)
         if not tables:
             # Nothing was read.
             return
-        connection = request.connection
-        assert connection is not None and request.peer is not None
         assert receive.fingerprint is not None
         self._peers.looking[connection] = None
         await connection.leases.confirm(
             self._tasks, receive.remote_request_id, receive.fingerprint, tables, request.due_at_s
         )
+        # Only now: what is no longer held may differ.
+        if differs is not None:
+            self._peers.break_off(connection, self._now_s)
+            raise ReadError(str(differs), ReadFailure.CONTENT)
         request.peer.is_proven = True
 
     async def _leave(self, request: IncomingRequest, error: Exception | None) -> None:
@@ -387,6 +398,43 @@ class ConsumerSide:
         await request.reads.landed()
         read_from = {leg.remote.peer for leg in legs}
         return [table for name, table in connection.lease_tables.items() if name in read_from]
+
+    async def _verify(
+        self, request: IncomingRequest, connection: PeerConnection
+    ) -> DiffersError | None:
+        """Verify what has arrived, of one of the first requests of a connection.
+
+        Returns:
+            What differs; None for nothing.
+
+        Raises:
+            PartError: What is held could not be read again.
+        """
+        claim = _claim(request.receive)
+        if connection.num_verified >= self._num_to_verify or claim is None:
+            return None
+        blocks = RequestBlocks(request.receive)
+        parts = [
+            part
+            for leg in connection.legs
+            for part in self._transfers.cut_again(leg, blocks.select(leg.leg), claim)
+        ]
+        self._transfers.start(request.reads, parts, connection)
+        try:
+            await request.reads.landed()
+        except DiffersError as error:
+            return error
+        connection.num_verified += 1
+        logger.info(
+            "From engine %s, %d of %d windows of request %s were read again and compared, and "
+            "are equal.%s",
+            quote(request.receive.source.engine_id),
+            request.reads.num_verified,
+            len(parts),
+            quote(request.request_id),
+            "" if parts else " (staging_arena_bytes here, or packing_arena_bytes there, is 0)",
+        )
+        return None
 
     async def _requeue(self, request: IncomingRequest, error: PartError) -> None:
         """Have a request wait for the next connection, if nothing of it has arrived or may arrive.
@@ -481,9 +529,7 @@ class ConsumerSide:
             RemoteLayoutError: The blocks do not exist.
         """
         blocks = RequestBlocks(wanted)
-        claim = None
-        if not is_prefetch and wanted.fingerprint is not None:
-            claim = Claim(wanted.remote_request_id, wanted.fingerprint)
+        claim = None if is_prefetch else _claim(wanted)
         return [
             part
             for leg in connection.legs
@@ -640,6 +686,13 @@ class ConsumerSide:
             waited_for = f"its lease to be looked up at {where}"
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         request.task.cancel(ReadError(reason, ReadFailure.DEADLINE))
+
+
+def _claim(receive: Receive) -> Claim | None:
+    """Return the offer by which a request's windows are packed; None before there is one."""
+    if receive.fingerprint is None:
+        return None
+    return Claim(receive.remote_request_id, receive.fingerprint)
 
 
 def _log_cut_short(request: IncomingRequest) -> None:
