@@ -50,6 +50,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import (
+    Part,
+    RequestReads,
+    cut,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     lower_engine,
@@ -58,11 +63,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
     StagingArea,
     open_area,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    Part,
-    RequestReads,
-    Transfers,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 from .ranks import DEADLINE_S, Layout, Model, Rank, make_agent, tokens_of, wait_until
 
@@ -209,7 +210,7 @@ class _Reader:
         began_s = time.perf_counter()
         selected, parts = RequestBlocks(receive), list[Part]()
         for leg in self._connection.legs:
-            parts += self._transfers.cut(leg, selected.select(leg.leg))
+            parts += cut(leg, selected.select(leg.leg), self._transfers.area)
         reads = RequestReads(REQUEST)
         self._transfers.start(reads, parts, self._connection)
 

@@ -40,15 +40,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import RequestReads, cut
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    RequestReads,
-    Transfers,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 SLOT_BYTES, BLOCK_TOKENS, PLANES = 128, 16, 4
 PAGE_BYTES = BLOCK_TOKENS * SLOT_BYTES
@@ -141,7 +139,8 @@ def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), counting) if staged else None
     leg = prepared(src_heads, dst_heads, num_blocks, area)
     transfers = Transfers(area)
-    parts = list(transfers.cut(leg, select(leg.leg, [span(block_ids[0])], [span(block_ids[1])])))
+    selections = select(leg.leg, [span(block_ids[0])], [span(block_ids[1])])
+    parts = list(cut(leg, selections, area))
     request = RequestReads("r")
     transfers.start(request, parts, counting)
     transfers.post(0.0, UNLIMITED)
@@ -198,7 +197,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
         source = RemoteEngineAddress("engine", "p.example", 5600)
         receive = Receive(source, "r", blocks, blocks, num_tokens, num_tokens)
         request = RequestBlocks(receive)
-        parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
+        parts = [part for leg in legs for part in cut(leg, request.select(leg.leg), transfers.area)]
         assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
         assert (match.call_count, count.call_count) == (1, num_counts)
 

@@ -36,10 +36,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import PackState
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    RequestReads,
-    Transfers,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 MAX_SCHEDULES = 3000
 

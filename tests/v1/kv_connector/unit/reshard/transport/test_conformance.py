@@ -62,6 +62,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windo
     Claim,
     PackedWindows,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import RequestReads, cut
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedPacking,
@@ -72,10 +73,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
     StagingArea,
     open_area,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    RequestReads,
-    Transfers,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 DEADLINE_S = 120.0
 MAX_SOURCES = 8
@@ -347,7 +345,7 @@ def run_reads(
                 packing = PreparedPacking(PackedCache(src).lower(staged), packed[peer])
             lists = prepare(leg.dst.rows), prepare(leg.src.rows, peer)
             prepared = PreparedLeg(leg, *lists, staging, packing)
-            parts += transfers.cut(prepared, select(leg, *blocks), claim)
+            parts += cut(prepared, select(leg, *blocks), transfers.area, claim)
     # No time passes, so that no window loses its patience and goes direct.
     request = RequestReads("request")
     transfers.start(request, parts, agent)

@@ -42,6 +42,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windo
     PackedWindow,
     PackState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import (
+    Part,
+    PartError,
+    RequestReads,
+    cut,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedPacking,
@@ -50,9 +56,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote impor
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     _SPAN_WAIT_S,
-    Part,
-    PartError,
-    RequestReads,
     Transfers,
 )
 
@@ -270,7 +273,7 @@ def drained(events) -> list[tuple[str, int]]:
 
 def parts_of(transfers: Transfers) -> Sequence[Part]:
     """All of a request's blocks."""
-    return list(transfers.cut(PREPARED, select(LEG, [span(BLOCKS)], [span([7, 1, 9, 3])])))
+    return list(cut(PREPARED, select(LEG, [span(BLOCKS)], [span([7, 1, 9, 3])]), transfers.area))
 
 
 @pytest.fixture
@@ -505,7 +508,7 @@ def test_policy_decides_for_each_read():
 def test_nothing_selected_is_no_part():
     """A prefix-cache hit of everything reads nothing."""
     transfers, _, _ = make(8)
-    assert list(transfers.cut(PREPARED, [])) == []
+    assert list(cut(PREPARED, [], transfers.area)) == []
 
 
 def test_close_waits_for_copies(one_window_parts):

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peer
     PeerTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerReport
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import consumer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
@@ -56,12 +57,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
     PreparedTable,
     prepare_table,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import (
     Arrived,
     PartError,
     RequestReads,
-    Transfers,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
 class Connection:
@@ -240,7 +241,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     """Its lease cannot be looked up any more; it does not wait for its deadline to hear that."""
     part = Read()
     monkeypatch.setattr(RequestBlocks, "select", lambda *_: ["something"])
-    monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
+    monkeypatch.setattr(consumer, "cut", lambda *_: [part])
     started: list[RequestReads] = []
 
     def start(_, reads, parts, connection) -> None:
@@ -288,7 +289,7 @@ class Prefetching:
             "select",
             lambda blocks, _: self.selected.append(blocks._receive) or ["something"],
         )
-        monkeypatch.setattr(Transfers, "cut", lambda *_: [Read()])
+        monkeypatch.setattr(consumer, "cut", lambda *_: [Read()])
         monkeypatch.setattr(Transfers, "start", self._start)
         monkeypatch.setattr(
             Transfers, "give_up", lambda _, reads: self.given_up.append(reads.request_id)
@@ -383,7 +384,7 @@ def test_request_that_was_prefetched_whole_is_only_looked_up(prefetching, monkey
     """Where nothing is left to be read, its lease is what is left to be seen."""
     prefetching.compute(8)
     prefetching.arrive(0)
-    monkeypatch.setattr(Transfers, "cut", lambda *_: [])
+    monkeypatch.setattr(consumer, "cut", lambda *_: [])
     prefetching.offer()
     assert prefetching.started == [True] and len(prefetching.looked_up) == 1
 
@@ -529,7 +530,7 @@ class Checked:
         )
         prefetching.compute(8)
         prefetching.arrive(0)
-        monkeypatch.setattr(Transfers, "cut", lambda *_: [])
+        monkeypatch.setattr(consumer, "cut", lambda *_: [])
         prefetching.offer()
         assert self.worker.reads.next_due_s == 601.0
 
@@ -633,7 +634,7 @@ class AnyOrder(RuleBasedStateMachine):
             is_busy=False,
             is_broken=False,
         )
-        self.patch.setattr(Transfers, "cut", lambda *_: [Read() for _ in range(self.num_parts)])
+        self.patch.setattr(consumer, "cut", lambda *_: [Read() for _ in range(self.num_parts)])
         self.patch.setattr(Transfers, "start", self._start)
         self.patch.setattr(Transfers, "give_up", lambda *_: None)
         self.num_parts = 0

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads under way: each part of a request is read direct, or as a window through the arena.
+"""Reads under way: what happens to each part of a request.
 
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
     packed    queued -> has a span, asked -> packed, posted -> confirmed, being scattered -> done
 
-What is not packed in time is read direct.
-
-The first requests of a connection are *verified*: what has arrived is read once more, another way,
-and compared where it would be scattered. What was read direct or staged is packed by its holder,
-which knows where it lies from its own memory; what was packed is staged.
-
-On the host a window is scattered in the poll that sees it land.
+What is not packed in time is read direct. On the host a window is scattered in the poll that sees
+it land.
 
 Each poll posts queued parts and checks posted ones until its budget runs out; the next poll goes on
 from there. Prefetched parts are posted only when nothing else is queued, so that no offered request
@@ -30,29 +25,24 @@ Everything here belongs to the connector's thread of the reading worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
 
-import torch
 from vllm.logger import init_logger
 
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
-from ..memory.leg import Selection
-from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES, PACK_UNIT_BYTES, in_units
-from ..memory.staging import ArenaCopy, Window
+from ..memory.packing import PACK_UNIT_BYTES, in_units
+from ..memory.staging import ArenaCopy
 from ..memory.strategy import Strategy
-from ..protocol.ids import RequestId
 from ..protocol.quoting import one_line, quote
-from ..protocol.tasks import Task, suspended
-from .agent import LOOK_THERE, Transfer, TransferState
+from .agent import LOOK_THERE, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
-from .packed_windows import Claim, PackedWindow, PackedWindows, PackState
-from .remote import PreparedLeg
+from .packed_windows import PackedWindows, PackState
+from .parts import Arrived, DiffersError, Part, PartError, PartRead, RequestReads
 from .staging_area import StagingArea
 
 logger = init_logger(__name__)
@@ -60,138 +50,6 @@ logger = init_logger(__name__)
 #: interval span: a window of a staged read is read direct, as no room in the arena was given back.
 _SPAN_WAIT_S = 0.1
 """A window is read direct when no span was taken, filled or freed for so long."""
-
-_WINDOWS_PER_ARENA = 8
-"""So many windows fit at least, so that some are scattered while others are being read."""
-
-_STAGED_AGAIN = 64
-"""Blocks of each plane that verify a packed read."""
-
-_MAX_WINDOW_BYTES = 8 << 20
-"""A window of this size is still in the processor's cache when it is scattered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The share of a leg that one transfer reads.
-
-    Attributes:
-        leg: The leg.
-        selections: Blocks to read with it.
-        window: The same blocks as a window of the arena; None for a direct read.
-        claim: The offer by which its window is packed; None for a direct or a staged read.
-        verifies: Whether its window is compared with the blocks, and not put there.
-    """
-
-    leg: PreparedLeg
-    selections: Sequence[Selection]
-    window: Window | None = None
-    claim: Claim | None = None
-    verifies: bool = False
-
-
-class PartError(Exception):
-    """A part will not arrive. Its read may still write.
-
-    Args:
-        fault: Why it failed.
-        is_local: True if the peer did not cause the fault.
-    """
-
-    def __init__(self, fault: str, *, is_local: bool = False) -> None:
-        super().__init__(fault)
-        self.is_local = is_local
-
-
-class DiffersError(PartError):
-    """A part that verifies others has other bytes than have arrived."""
-
-
-class Arrived(NamedTuple):
-    """A part that has arrived.
-
-    Attributes:
-        strategy: How it was read.
-        telemetry: NIXL's measurements; None if NIXL has none.
-    """
-
-    strategy: Strategy
-    telemetry: Any
-
-
-class RequestReads:
-    """The parts of one request that may still write into its blocks, queued ones included.
-
-    Args:
-        request_id: The request.
-        task: Task to wake once a part has failed or none is left; None if nobody waits.
-
-    Attributes:
-        parts: The parts.
-        error: The first failure of a part; None without one.
-        arrived: Parts that have arrived and were not taken out yet.
-        num_verified: Parts that were found to have arrived as they were.
-    """
-
-    def __init__(self, request_id: RequestId, task: Task | None = None) -> None:
-        self.request_id, self.task = request_id, task
-        self.parts: dict[_PartRead, None] = {}
-        self.error: PartError | None = None
-        self.arrived: list[Arrived] = []
-        self.num_verified = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part has arrived, or may: its read is on its way and has not failed."""
-        posted = (each.transfer for each in self.parts if each.transfer is not None)
-        return bool(self.arrived) or any(each.ended_in is None for each in posted)
-
-    async def landed(self) -> None:
-        """Wait until all parts have arrived.
-
-        Raises:
-            PartError: One of them has failed.
-        """
-        while self.parts and self.error is None:
-            await suspended()
-        if self.error is not None:
-            raise self.error
-
-    async def drained(self) -> None:
-        """Wait until no part can write any more."""
-        while self.parts:
-            await suspended()
-
-    def fail(self, error: PartError) -> None:
-        """Record that a part has failed."""
-        self.error = self.error or error
-        if self.task is not None:
-            self.task.wake()
-
-    def drain(self, part: _PartRead) -> None:
-        """Record that a part can write no more; a second call changes nothing."""
-        self.parts.pop(part, None)
-        if not self.parts and self.task is not None:
-            self.task.wake()
-
-
-@dataclass(slots=True, eq=False)
-class _PartRead:
-    """A part that is queued or under way."""
-
-    reads: RequestReads
-    part: Part
-    connection: PeerConnection
-    transfer: Transfer | None = None
-    span: Span | None = None
-    copied: torch.cuda.Event | None = None
-    telemetry: Any = None
-    unwanted: bool = False
-    strategy: Strategy = Strategy.DIRECT
-    # Until it is returned, or lost.
-    packed: PackedWindow | None = None
-    # NIXL's post was called, so the read may have begun.
-    asked: bool = False
 
 
 @dataclass(slots=True)
@@ -210,19 +68,19 @@ class Transfers:
     area: StagingArea | None = None
     has_moved: bool = False
     broken: deque[PeerConnection] = field(default_factory=deque)
-    _direct: deque[_PartRead] = field(default_factory=deque)
-    _queue: deque[_PartRead] = field(default_factory=deque)
+    _direct: deque[PartRead] = field(default_factory=deque)
+    _queue: deque[PartRead] = field(default_factory=deque)
     # Windows to ask for, by the worker that packs them.
-    _unasked: dict[PackedWindows, deque[_PartRead]] = field(default_factory=dict)
+    _unasked: dict[PackedWindows, deque[PartRead]] = field(default_factory=dict)
     # Asked for, or read and not confirmed.
-    _asked: deque[_PartRead] = field(default_factory=deque)
+    _asked: deque[PartRead] = field(default_factory=deque)
     # Workers that windows are packed by, each with its connection.
     _packing: dict[PackedWindows, PeerConnection] = field(default_factory=dict)
-    _prefetched: deque[_PartRead] = field(default_factory=deque)
+    _prefetched: deque[PartRead] = field(default_factory=deque)
     # These two are in the order in which they are checked.
-    _posted: deque[_PartRead] = field(default_factory=deque)
-    _landed: deque[_PartRead] = field(default_factory=deque)
-    _in_doubt: deque[_PartRead] = field(default_factory=deque)
+    _posted: deque[PartRead] = field(default_factory=deque)
+    _landed: deque[PartRead] = field(default_factory=deque)
+    _in_doubt: deque[PartRead] = field(default_factory=deque)
     # When a span was last taken, filled or freed.
     _moved_at_s: float = 0.0
     # The budget ran out before the windows or the spans did.
@@ -256,66 +114,6 @@ class Transfers:
         """True while reads are in flight, looks and those of failed requests included."""
         return bool(self._posted or self._packing)
 
-    def cut(
-        self, leg: PreparedLeg, selections: Sequence[Selection], claim: Claim | None = None
-    ) -> Iterable[Part]:
-        """Choose how to read a leg's selections, and cut them into parts.
-
-        Args:
-            leg: The leg.
-            selections: What to read.
-            claim: The offer; None before it, when nothing is packed.
-        """
-        if not selections:
-            return ()
-        area, staging = self.area, leg.staging
-        if area is None or staging is None:
-            return (Part(leg, selections),)
-        how = staging.leg.choose(selections, area.policy, may_pack=bool(leg.packing and claim))
-        if how is Strategy.DIRECT:
-            return (Part(leg, selections),)
-        return self._windows(leg, selections, claim if how is Strategy.PACKED else None)
-
-    def cut_again(
-        self, leg: PreparedLeg, selections: Sequence[Selection], claim: Claim
-    ) -> Iterable[Part]:
-        """Cut a leg's selections, which have arrived, into parts that verify them.
-
-        Args:
-            leg: The leg. If its holder packs nothing, nothing is verified.
-            selections: What was read.
-            claim: The offer.
-        """
-        area, staging = self.area, leg.staging
-        if not selections or area is None or staging is None or leg.packing is None:
-            return ()
-        how = staging.leg.choose(selections, area.policy, may_pack=True)
-        if how is not Strategy.PACKED:
-            return self._windows(leg, selections, claim, verifies=True)
-        # These are small pieces, of which a long prompt has millions.
-        first = [replace(each, overlap=each.overlap.part(0, _STAGED_AGAIN)) for each in selections]
-        return self._windows(leg, first, None, verifies=True)
-
-    def _windows(
-        self,
-        leg: PreparedLeg,
-        selections: Sequence[Selection],
-        claim: Claim | None,
-        *,
-        verifies: bool = False,
-    ) -> Iterable[Part]:
-        """Cut a leg's selections into windows, to be packed by a claim or staged without one."""
-        assert self.area is not None and leg.staging is not None
-        limit_bytes = min(
-            self.area.spans.size_bytes // _WINDOWS_PER_ARENA,
-            MAX_PACKED_BYTES if claim else _MAX_WINDOW_BYTES,
-        )
-        max_blocks = MAX_PACKED_BLOCKS if claim else None
-        return (
-            Part(leg, (window.selection,), window, claim, verifies)
-            for window in leg.staging.leg.windows(selections, limit_bytes, max_blocks)
-        )
-
     def start(
         self,
         reads: RequestReads,
@@ -333,7 +131,7 @@ class Transfers:
             is_prefetch: Whether to post them only when nothing else is queued.
         """
         for part in parts:
-            running = _PartRead(reads, part, connection)
+            running = PartRead(reads, part, connection)
             queue = self._prefetched if is_prefetch else self._queue_of(part)
             reads.parts[running] = None
             queue.append(running)
@@ -362,7 +160,7 @@ class Transfers:
             if budget.is_spent:
                 return
 
-    def _queue_of(self, part: Part) -> deque[_PartRead]:
+    def _queue_of(self, part: Part) -> deque[PartRead]:
         """Return the queue that a part is posted from, or asked for."""
         if part.claim is not None and part.leg.packing is not None:
             return self._unasked.setdefault(part.leg.packing.windows, deque())
@@ -418,7 +216,7 @@ class Transfers:
             parts.clear()
 
     @property
-    def _queues(self) -> tuple[deque[_PartRead], ...]:
+    def _queues(self) -> tuple[deque[PartRead], ...]:
         """Queues of parts that are not posted."""
         return self._direct, self._queue, self._prefetched, self._asked, *self._unasked.values()
 
@@ -517,7 +315,7 @@ class Transfers:
                 self._is_cut_short = bool(self._queue)
                 return
 
-    def _post(self, running: _PartRead, now_s: float, queue: deque[_PartRead]) -> None:
+    def _post(self, running: PartRead, now_s: float, queue: deque[PartRead]) -> None:
         """Post the first part of a queue: as a window if it has a span, else direct."""
         part, span = running.part, running.span
         leg, staging, window = part.leg, part.leg.staging, part.window
@@ -551,14 +349,14 @@ class Transfers:
         if running.transfer.ended_at_once and self._has_left_nixl(running, now_s):
             self._posted.pop()
 
-    def _read_direct(self, running: _PartRead) -> None:
+    def _read_direct(self, running: PartRead) -> None:
         """Queue a window for a direct read; what only verifies is done without."""
         if running.part.verifies:
             self._drain(running)
         else:
             self._direct.append(running)
 
-    def _fail_to_post(self, running: _PartRead, queue: deque[_PartRead], error: Exception) -> None:
+    def _fail_to_post(self, running: PartRead, queue: deque[PartRead], error: Exception) -> None:
         """Fail the first part of a queue, whose post was refused or raised an exception."""
         foreseen = isinstance(error, TransferError)
         fault = str(error) if foreseen else f"it could not be asked for: {error!r}"
@@ -575,7 +373,7 @@ class Transfers:
             self._drain(running)
         queue.popleft()
 
-    def _has_left_nixl(self, running: _PartRead, now_s: float) -> bool:
+    def _has_left_nixl(self, running: PartRead, now_s: float) -> bool:
         """Check a posted read; if it has ended, scatter, drain or fail its part."""
         transfer, connection = running.transfer, running.connection
         assert transfer is not None
@@ -606,7 +404,7 @@ class Transfers:
             self._scatter(running, running.span, now_s)
         return True
 
-    def _scatter(self, running: _PartRead, span: Span, now_s: float) -> None:
+    def _scatter(self, running: PartRead, span: Span, now_s: float) -> None:
         """Copy a window from the arena to its blocks, or begin to."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
@@ -627,7 +425,7 @@ class Transfers:
         else:
             self._landed.append(running)
 
-    def _verify(self, running: _PartRead, copy: ArenaCopy, area: StagingArea) -> None:
+    def _verify(self, running: PartRead, copy: ArenaCopy, area: StagingArea) -> None:
         """Compare a window in the arena with the blocks that it has arrived in."""
         differing = area.copier.differing(copy)
         if not len(differing):
@@ -643,7 +441,7 @@ class Transfers:
             running.reads.fail(DiffersError(text))
         self._drain(running)
 
-    def _is_scattered(self, running: _PartRead, now_s: float) -> bool:
+    def _is_scattered(self, running: PartRead, now_s: float) -> bool:
         """Check a copy; if it has been made, free its span and drain its part."""
         assert running.copied is not None
         if not running.copied.query():
@@ -652,22 +450,22 @@ class Transfers:
         self._arrive(running)
         return True
 
-    def _arrive(self, running: _PartRead) -> None:
+    def _arrive(self, running: PartRead) -> None:
         """Record that a part has arrived, which drains it."""
         self._free(running)
         if running in running.reads.parts:
             running.reads.arrived.append(Arrived(running.strategy, running.telemetry))
         running.reads.drain(running)
 
-    def _drain(self, running: _PartRead) -> None:
+    def _drain(self, running: PartRead) -> None:
         """Record that nothing can write to a part any more, though it has not arrived."""
         self._free(running)
         running.reads.drain(running)
 
     def _end(
         self,
-        queues: Iterable[deque[_PartRead]],
-        is_meant: Callable[[_PartRead], bool],
+        queues: Iterable[deque[PartRead]],
+        is_meant: Callable[[PartRead], bool],
         fault: str | None = None,
     ) -> None:
         """Remove parts from queues, in order, as drained; with a fault, also as failed."""
@@ -684,7 +482,7 @@ class Transfers:
             queue.clear()
             queue.extend(kept)
 
-    def _free(self, running: _PartRead) -> None:
+    def _free(self, running: PartRead) -> None:
         """Return a part's span once nothing can write into it, and its window to its holder."""
         if running.packed is not None:
             assert running.part.leg.packing is not None
@@ -696,7 +494,7 @@ class Transfers:
             running.span = None
 
 
-def _look(parts: deque[_PartRead], is_through: Callable[[_PartRead], bool], budget: Budget) -> int:
+def _look(parts: deque[PartRead], is_through: Callable[[PartRead], bool], budget: Budget) -> int:
     """Check parts in turn: remove each that is through, move each other one to the end.
 
     Returns:

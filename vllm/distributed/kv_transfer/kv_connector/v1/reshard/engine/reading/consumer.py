@@ -32,8 +32,9 @@ from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import PreparedTable
 from ...transport.packed_windows import Claim
+from ...transport.parts import DiffersError, Part, PartError, RequestReads, cut, cut_again
 from ...transport.remote import LocalCache
-from ...transport.transfers import DiffersError, Part, PartError, RequestReads, Transfers
+from ...transport.transfers import Transfers
 from ..connecting.peers import Peer, PeerTable
 from ..metadata import WorkerReport
 from ..stats import ReadFailure, ReshardStats
@@ -417,7 +418,7 @@ class ConsumerSide:
         parts = [
             part
             for leg in connection.legs
-            for part in self._transfers.cut_again(leg, blocks.select(leg.leg), claim)
+            for part in cut_again(leg, blocks.select(leg.leg), self._transfers.area, claim)
         ]
         self._transfers.start(request.reads, parts, connection)
         try:
@@ -534,7 +535,7 @@ class ConsumerSide:
             part
             for leg in connection.legs
             if not (is_prefetch and leg.leg.per_sequence)
-            for part in self._transfers.cut(leg, blocks.select(leg.leg), claim)
+            for part in cut(leg, blocks.select(leg.leg), self._transfers.area, claim)
         ]
 
     def _prefetch(self, request: IncomingRequest, part: Receive) -> None:

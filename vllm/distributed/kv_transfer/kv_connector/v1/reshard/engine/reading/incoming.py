@@ -21,7 +21,7 @@ from ...protocol.states import ReadState, expect_transition
 from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection
 from ...transport.lease_check import LeaseCheckFailure, LeaseError
-from ...transport.transfers import PartError, RequestReads
+from ...transport.parts import PartError, RequestReads
 from ..connecting.peers import Peer
 from ..stats import ReadFailure
 from ..traces import Trace, what_was_read
