@@ -20,6 +20,8 @@ _OF_ANY_FAILURE = re.compile(
 _NIXLS_INFO = re.compile(r"\S+ \S+ NIXL INFO +.*")
 """Of each agent that is made, as where a lane is replaced."""
 
+_DURATION = re.compile(r"\b\d+\.\d s\b")
+
 
 class Log:
     """A log, from now on.
@@ -44,12 +46,15 @@ class Log:
         with self._path.open("rb") as log:
             log.seek(self._offset_bytes)
             lines = log.read().decode(errors="replace").splitlines()
-        counts = Counter(text for text in map(_complaint, lines) if text)
+        texts = [text for text in map(_complaint, lines) if text]
+        # Each worker has measured for itself how long it has waited.
+        alike = {_DURATION.sub("", text): text for text in texts}
+        counts = Counter(_DURATION.sub("", text) for text in texts)
         return [
             text
-            for text, count in counts.items()
+            for key, text in alike.items()
             if but is None or but not in text
-            for _ in range(-(-count // self._num_workers))
+            for _ in range(-(-counts[key] // self._num_workers))
         ]
 
     def find(self, words: str) -> list[str]:

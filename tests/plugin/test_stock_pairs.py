@@ -60,9 +60,10 @@ def engines(
     """Start one of each layout, which find that vLLM before the fork."""
     model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
     cases, run = chosen(request, "case"), tmp_path_factory.mktemp("run")
+    # Nothing of the launcher's is found there: their processes are spawned, as vLLM would.
     env = {"PYTHONPATH": str(stock_site), "VLLM_LOGGING_LEVEL": "INFO"}
     options = {layout: Options(env=env) for layout in (ONE, RANKS)}
-    options[STAGES] = Options(COMPILED, env)
+    options[STAGES] = Options(COMPILED, {**env, "TORCHDYNAMO_DISABLE": "0"})
     with running(model, run, cases, also=[ONE], options=options, device=Device.CPU) as engines:
         yield engines
 

@@ -70,7 +70,7 @@ def engine_specs(
     first = prefix + role
     names = [first] if len(layouts) == 1 else [f"{first}-{i + 1}" for i in range(len(layouts))]
     return [
-        EngineSpec(name, layout, transfer, tuple(extra_args))
+        EngineSpec(name, layout, transfer, tuple(extra_args), spawns=True)
         for name, layout in zip(names, layouts, strict=True)
     ]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 MODULE_DIR = Path(__file__).with_name("modules") / "triton_on_cpu"
 
-# What TorchInductor compiles asks Triton's backend for a device, and the stand-in has none.
-ENV = (("TRITON_INTERPRET", "1"), ("TORCHDYNAMO_DISABLE", "1"))
+ENV = (("TRITON_INTERPRET", "1"),)
 """More of the environment of an engine that finds that directory."""
 
 SECOND_RUNNER = (*ENV, ("VLLM_USE_V2_MODEL_RUNNER", "1"))
