@@ -321,6 +321,7 @@ def test_wrong_secret_frees_nothing(wholes, caplog_vllm):
     held_on(p, d, caplog_vllm, "under that name, or has another secret")
     answer(d.serving, params)
     until(p.serving.is_through, p, d)
+    assert "its lease ran out" not in caplog_vllm.text
 
 
 def test_somebody_elses_request_is_not_given_up_with_ones_own(wholes, caplog_vllm):

@@ -388,14 +388,16 @@ class RemoteReads:
                 self.outbox.ended.add(request_id)
 
     def may_give_up(self, name: RemoteName) -> bool:
-        """Return whether nobody reads what is held under a name, or has read it or given it up."""
+        """Return whether nobody reads what is held under a name, or has read it."""
         return name not in self._claims and name not in self._ended
 
     def give_up(self, receive: Receive | None) -> None:
-        """Have the holder of an offer told that nobody will read it, if a secret proves it."""
+        """Have the holder of an offer told that nobody will read it, if a secret proves it.
+
+        It may be told again: the secret may have been wrong.
+        """
         if receive is not None and receive.secret is not None:
             self.outbox.given_up.append(receive)
-            self._remember((receive.source.engine_id, receive.remote_request_id))
 
     # Reading.
 
