@@ -28,7 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.doubt import BlocksInDoubt
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.endings import (
+    BlocksInDoubt,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     ReshardStats,

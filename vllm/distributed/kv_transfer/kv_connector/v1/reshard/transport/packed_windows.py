@@ -22,7 +22,7 @@ from ..memory.staging import Window
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
 from ..protocol.lifetimes import PEER_GRACE_S
-from ..protocol.messages import Pack, PackEntry, encode_notification
+from ..protocol.messages import Pack, PackEntry, Receive, encode_notification
 from ..protocol.packing import Entered, entered, key_of
 from ..protocol.quoting import quote
 from .agent import Prepared, TransferState
@@ -71,6 +71,13 @@ class Claim:
 
     request_id: RequestId
     fingerprint: OfferFingerprint
+
+    @classmethod
+    def of(cls, receive: Receive) -> Claim | None:
+        """Return the offer of a request; None before there is one."""
+        if receive.fingerprint is None:
+            return None
+        return cls(receive.remote_request_id, receive.fingerprint)
 
 
 @dataclass(slots=True, eq=False)

@@ -39,27 +39,12 @@ from ..connecting.peers import Peer, PeerTable
 from ..metadata import WorkerReport
 from ..stats import ReadFailure, ReshardStats
 from ..traces import trace_of_read
-from .doubt import BlocksInDoubt
+from .endings import BlocksInDoubt, Endings
 from .incoming import IncomingRequest, ReadError, as_read_error
 from .notifier import Notifier
 from .prefetch import FullGroups, Prefetched
 
 logger = init_logger(__name__)
-
-_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
-"""Failures after which the producer is not notified: the request held under this id may be another
-one, whose blocks this worker must not release. The lease frees them."""
-
-_REMEDIES = {
-    ReadFailure.CONTENT: ": no request is read from this engine until one arrives as it is held. "
-    "Report this line; other backends, or another attention backend, may do",
-    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
-    "through prefill again",
-    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
-    "kv_read_timeout_s",
-    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
-    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
-}
 
 
 class ConsumerSide:
@@ -101,11 +86,10 @@ class ConsumerSide:
         self._deadlines: deque[tuple[float, RequestId]] = deque()
         # Connected peers with waiting requests, in round-robin order.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
-        # What was not reported yet.
-        self._report = WorkerReport()
         # Time of the current poll.
         self._now_s = 0.0
         self._doubt = BlocksInDoubt(peers.lanes, stats)
+        self._endings = Endings(self._doubt, notifier, stats)
         # The local KV-cache groups that keep the last tokens of a sequence only.
         self._window_groups: AbstractSet[int] = frozenset()
 
@@ -288,9 +272,7 @@ class ConsumerSide:
     def report_to(self, report: WorkerReport) -> None:
         """Add what has become of requests since the last call to a report."""
         self._tasks.run(self._now_s)
-        # In this order, so that an exception loses nothing.
-        report.add(self._report)
-        self._report = WorkerReport()
+        self._endings.report_to(report)
 
     async def _read(self, request: IncomingRequest) -> None:
         """Read a request. What it raises fails it; `_leave` follows in any case."""
@@ -341,11 +323,7 @@ class ConsumerSide:
             self._fail(request, error)
         await request.reads.drained()
         self._count(request)
-        try:
-            self._conclude(request)
-        except Exception:
-            _log_cut_short(request)
-        self._report.received.add(request.request_id)
+        self._endings.receive(request, self._now_s)
         del self._requests[request.request_id]
         request.enter(ReadState.ENDED, self._now_s)
 
@@ -411,7 +389,7 @@ class ConsumerSide:
         Raises:
             PartError: What is held could not be read again.
         """
-        claim = _claim(request.receive)
+        claim = Claim.of(request.receive)
         if connection.num_verified >= self._num_to_verify or claim is None:
             return None
         blocks = RequestBlocks(request.receive)
@@ -530,7 +508,7 @@ class ConsumerSide:
             RemoteLayoutError: The blocks do not exist.
         """
         blocks = RequestBlocks(wanted)
-        claim = None if is_prefetch else _claim(wanted)
+        claim = None if is_prefetch else Claim.of(wanted)
         return [
             part
             for leg in connection.legs
@@ -594,63 +572,7 @@ class ConsumerSide:
             # Its reads under way must not be waited for without a deadline.
             self._set_deadline(request)
         self._transfers.give_up(request.reads)
-        if request.state is not ReadState.FAILED:
-            request.failed_in = request.state, self._now_s - request.since_s
-            request.failure = failed.failure
-            request.enter(ReadState.FAILED, self._now_s)
-        blocks = request.blocks
-        request.fault = str(failed)
-        self._report.failed[request.request_id] = blocks
-        try:
-            self._conclude_failed(request)
-        except Exception:
-            _log_cut_short(request)
-
-    def _conclude_failed(self, request: IncomingRequest) -> None:
-        """Record, log and release a request that has just failed."""
-        if request.connection is not None:
-            request.connection.lifetime.end_request()
-        if request.reads.parts:
-            request.num_in_doubt = len(request.blocks)
-            self._doubt.add(request.num_in_doubt)
-        failure = request.failure
-        if failure is None:
-            # The worker where the read failed has logged it.
-            self._release(request)
-            return
-        self._stats.record_failed_read(failure)
-        if failure not in _MAY_BE_ANOTHERS:
-            self._release(request)
-        # A failed handshake is logged once for all its requests.
-        if failure is not ReadFailure.HANDSHAKE:
-            state, for_s = request.failed_in
-            logger.error(
-                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
-                quote(request.request_id),
-                quote(request.receive.source.engine_id),
-                state.value,
-                for_s,
-                one_line(request.fault),
-                one_line(_REMEDIES.get(failure, "")),
-            )
-
-    def _conclude(self, request: IncomingRequest) -> None:
-        """Conclude a request that is over: received, or failed and drained."""
-        if request.num_in_doubt:
-            self._doubt.add(-request.num_in_doubt)
-        if request.fault is None:
-            assert request.connection is not None
-            request.connection.lifetime.end_request()
-            self._stats.record_exposed_transfer(self._now_s - request.offered_at_s)
-            self._release(request)
-
-    def _release(self, request: IncomingRequest) -> None:
-        """Notify a request's producers, if connected, that its blocks are released."""
-        peer = request.peer
-        producers = (peer and peer.connection) or request.connection
-        if producers is None or (producers is request.connection and not producers.is_connected):
-            return
-        self._notifier.release(request.receive, producers)
+        self._endings.fail(request, failed, self._now_s)
 
     def _set_deadline(self, request: IncomingRequest) -> None:
         request.due_at_s = self._now_s + self._timeout_s
@@ -687,17 +609,3 @@ class ConsumerSide:
             waited_for = f"its lease to be looked up at {where}"
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         request.task.cancel(ReadError(reason, ReadFailure.DEADLINE))
-
-
-def _claim(receive: Receive) -> Claim | None:
-    """Return the offer by which a request's windows are packed; None before there is one."""
-    if receive.fingerprint is None:
-        return None
-    return Claim(receive.remote_request_id, receive.fingerprint)
-
-
-def _log_cut_short(request: IncomingRequest) -> None:
-    logger.exception(
-        "What follows the end of request %s was cut short: its lease may have to run out",
-        quote(request.request_id),
-    )
