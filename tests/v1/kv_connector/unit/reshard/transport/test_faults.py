@@ -24,9 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import (
-    doubt as doubt_module,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import endings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
@@ -160,7 +158,7 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
 
 def test_hung_connection_is_cut_in_the_end(engines, prefill_and_decode, monkeypatch):
     """After a grace nobody hopes for its reads any more: blocks come back when it has ended."""
-    monkeypatch.setattr(doubt_module, "FAILED_READS_ARE_NAMED", False)
+    monkeypatch.setattr(endings, "FAILED_READS_ARE_NAMED", False)
     now_s = 1000.0
     p, _ = prefill_and_decode
     d = engines("patient", kv_read_timeout_s=10, kv_hung_peer_timeout_s=60, clock=lambda: now_s)
