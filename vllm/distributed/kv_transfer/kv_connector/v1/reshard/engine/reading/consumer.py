@@ -404,15 +404,23 @@ class ConsumerSide:
         except DiffersError as error:
             return error
         connection.num_verified += 1
-        logger.info(
-            "From engine %s, %d of %d windows of request %s were read again and compared, and "
-            "are equal.%s",
-            quote(request.receive.source.engine_id),
-            request.reads.num_verified,
-            len(parts),
-            quote(request.request_id),
-            "" if parts else " (staging_arena_bytes here, or packing_arena_bytes there, is 0)",
-        )
+        engine, num_equal = quote(request.receive.source.engine_id), request.reads.num_verified
+        if num_equal:
+            logger.info(
+                "From engine %s, %d of %d windows of request %s were read again and compared, and "
+                "are equal.",
+                engine,
+                num_equal,
+                len(parts),
+                quote(request.request_id),
+            )
+        else:
+            logger.warning(
+                "From engine %s, nothing of request %s was read again and compared: an end has no "
+                "arena for it, or nothing was packed in time.",
+                engine,
+                quote(request.request_id),
+            )
         return None
 
     async def _requeue(self, request: IncomingRequest, error: PartError) -> None:
