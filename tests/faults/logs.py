@@ -48,8 +48,8 @@ class Log:
             lines = log.read().decode(errors="replace").splitlines()
         texts = [text for text in map(_complaint, lines) if text]
         # Each worker has measured for itself how long it has waited.
-        alike = {_DURATION.sub("", text): text for text in texts}
-        counts = Counter(_DURATION.sub("", text) for text in texts)
+        keys = [_DURATION.sub("", text) for text in texts]
+        alike, counts = dict(zip(keys, texts, strict=True)), Counter(keys)
         return [
             text
             for key, text in alike.items()

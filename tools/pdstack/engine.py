@@ -381,7 +381,8 @@ def engine_env(
             "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
             "OMP_NUM_THREADS": "1",
-            # Else each worker compiles a few helpers when the first request comes, for up to 30 s.
+            # Else each worker compiles a few helpers when the first request comes, for up to 30 s,
+            # and asks Triton for a device, which its stand-in on CPU does not have.
             "TORCHDYNAMO_DISABLE": "1",
         }
     connectors = spec.kv_transfer.module_dir if spec.kv_transfer is not None else None
