@@ -74,6 +74,7 @@ def said(reply: httpx.Response) -> tuple[Any, ...]:
         {"max_tokens": 2},
         {"stop": ["e", "a", "o"]},
         {"stop_token_ids": list(range(100, 160))},
+        {"structured_outputs": {"regex": "[abc]{3}[0-9]+"}},
     ],
     ids=str,
 )

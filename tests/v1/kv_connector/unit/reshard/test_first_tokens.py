@@ -344,16 +344,65 @@ def test_all_connectors_of_several_are_asked():
     assert list(MultiConnector.take_first_outputs(SimpleNamespace(_connectors=given))) == [1, 2]
 
 
+class Grammar:
+    """Allows one token after the other."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.allowed, self.accepted = allowed, []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on behind them, if they are allowed."""
+        behind = [*self.accepted, *tokens]
+        fit = [*self.allowed[: len(behind)]] == behind
+        self.accepted = behind if fit else self.accepted
+        return fit
+
+
+CONSTRAINED = {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
+
+
+@pytest.mark.parametrize("allowed", [TOLD, COMPUTED])
+def test_grammar_goes_on_behind_the_token(serving, allowed):
+    """By one token each; where the decode engine's does not allow it, another one is computed."""
+    d, grammar = serving(**OPTION), Grammar(allowed, COMPUTED)
+    request = d.add(
+        DECODED, told(sampled_with={**GREEDY, **CONSTRAINED}), max_tokens=2, **CONSTRAINED, **GREEDY
+    )
+    request.structured_output_request.grammar = grammar
+    d.step()
+    d.step(received=[DECODED])
+    assert took_over(d) is (allowed == TOLD)
+    assert finish(d) == [allowed, COMPUTED] == grammar.accepted
+
+
+def test_grammars_are_compared():
+    """A token that was drawn under another grammar is not taken over."""
+    others = StructuredOutputsParams(regex="[1-9]+"), StructuredOutputsParams(json_object=True)
+    digests = {_digest(SamplingParams(structured_outputs=each)) for each in others}
+    digests |= {_digest(SamplingParams(**each)) for each in (CONSTRAINED, {})}
+    assert len(digests) == 4
+
+
+def test_answers_that_reason_before_a_grammar_are_computed():
+    """Its parser decides from which token on the grammar counts."""
+    request = SimpleNamespace(
+        output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False
+    )
+    for asked_for in ({}, CONSTRAINED):
+        request.sampling_params = SamplingParams(**asked_for)
+        tokens = (FirstTokens(9, 9, lambda: None, follows_grammars=each) for each in (True, False))
+        assert [bool(each.of_offer(request)) for each in tokens] == [True, not asked_for]
+
+
 @pytest.mark.parametrize(
     "asked_for",
     [
-        {"structured_outputs": StructuredOutputsParams(choice=["7"])},
         {"trace_decode_token_ids": [7]},
         {"min_tokens": 2},
     ],
     ids=str,
 )
-def test_prefill_engine_does_not_tell_a_token_that_a_grammar_or_a_minimum_has_chosen(asked_for):
+def test_prefill_engine_does_not_tell_a_token_that_a_minimum_has_chosen(asked_for):
     """Nor one that a field of a later release may have."""
     request = SimpleNamespace(
         output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False

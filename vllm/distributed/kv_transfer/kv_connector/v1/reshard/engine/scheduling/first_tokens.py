@@ -12,7 +12,7 @@ that one draw is as good as the other, and the decode engine can take the token 
 
 Whether a token is taken over must not depend on which one it is, as the answers' distribution would
 be another one. So a token that ends the answer is taken over as well: vLLM's own step ends it,
-in which no other token is allowed.
+in which no other token is allowed. A grammar, which both ends have, is advanced by the token.
 
 Each checks its own request. What must be sent with the token, or changes it in ways that a digest
 does not tell, keeps it from being sent or used; so do parameters that this module does not know.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -60,7 +61,10 @@ _SAMPLES_WITH = (
 """Fields of `SamplingParams` that decide how the first token is drawn, equal at both engines."""
 
 _LOOKED_AT = frozenset(
-    {"seed", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
+    {
+        *("seed", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"),
+        "structured_outputs",
+    }
 )
 """Other fields that this module reads by name."""
 
@@ -152,7 +156,12 @@ def open_first_tokens(
         logger.warning("seed_first_token does nothing here: %s.", one_line(why_not))
     model_config = config.model_config
     return FirstTokens(
-        model_config.get_vocab_size(), model_config.max_model_len, record, is_on=why_not is None
+        model_config.get_vocab_size(),
+        model_config.max_model_len,
+        record,
+        is_on=why_not is None,
+        # A reasoning parser decides from which token on a grammar counts.
+        follows_grammars=not config.structured_outputs_config.reasoning_parser,
     )
 
 
@@ -166,6 +175,7 @@ class FirstTokens:
         max_model_len: Maximum number of tokens of a request.
         record: Called for each answer that begins with a received token.
         is_on: Whether first tokens are sent and taken over.
+        follows_grammars: Whether those of answers with a grammar are, too.
     """
 
     def __init__(
@@ -175,11 +185,13 @@ class FirstTokens:
         record: Callable[[], None],
         *,
         is_on: bool = True,
+        follows_grammars: bool = True,
     ) -> None:
         self._record = record
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._is_on = is_on
+        self._follows_grammars = follows_grammars
         self._reading: dict[RequestId, Request] = {}
         self._received: list[Request] = []
         self._told: dict[RequestId, FirstToken] = {}
@@ -203,7 +215,7 @@ class FirstTokens:
             or len(tokens) != 1
             or not params.get("do_remote_decode")
             or sampling is None
-            or not _is_plain(request, sampling)
+            or not self._is_plain(request, sampling)
         ):
             return {}
         return of_first_token(FirstToken(tokens[0], _digest(sampling)))
@@ -249,8 +261,9 @@ class FirstTokens:
                 request.sampling_params = copy.copy(sampling)
                 request.sampling_params.allowed_token_ids = [token]
                 continue
-            outputs.append((request.client_index, _begin(request, token)))
-            self._record()
+            if _fits_grammar(request, token):
+                outputs.append((request.client_index, _begin(request, token)))
+                self._record()
         return outputs
 
     def _may_begin(self, request: Request, sampling: SamplingParams, first: FirstToken) -> bool:
@@ -259,11 +272,24 @@ class FirstTokens:
             # It was read well, was not aborted, and its whole prompt is computed.
             request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
-            and _is_plain(request, sampling)
+            and self._is_plain(request, sampling)
             and first.token < self._vocab_size
             and first.sampling == _digest(sampling)
             and request.max_tokens > 1
             and request.num_tokens + 1 < self._max_model_len
+        )
+
+    def _is_plain(self, request: Request, sampling: SamplingParams) -> bool:
+        """Return whether a request asks for tokens only, the first as good as any other draw."""
+        return (
+            # Its generator would stand elsewhere for the second token.
+            sampling.sampling_type is not SamplingType.RANDOM_SEED
+            # Drawn without a minimum, a token may end the answer.
+            and sampling.min_tokens == 0
+            and (sampling.structured_outputs is None or self._follows_grammars)
+            and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
+            and all(_is_default(sampling, name) for name in _DEFAULTS)
+            and not request.resumable
         )
 
 
@@ -271,26 +297,25 @@ def _digest(sampling: SamplingParams) -> str:
     """Return a digest of what the first token is drawn with, equal at both engines."""
     values = [getattr(sampling, name) for name in _SAMPLES_WITH]
     values = [sorted(each.items()) if isinstance(each, dict) else each for each in values]
+    if sampling.structured_outputs is not None:
+        values.append(asdict(sampling.structured_outputs))
     return sha256(msgspec.json.encode(values)).hexdigest()[:16]
-
-
-def _is_plain(request: Request, sampling: SamplingParams) -> bool:
-    """Return whether a request asks for tokens only, the first as good as any other draw."""
-    return (
-        # Its generator would stand elsewhere for the second token.
-        sampling.sampling_type is not SamplingType.RANDOM_SEED
-        # Drawn without a minimum, a token may end the answer.
-        and sampling.min_tokens == 0
-        and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
-        and all(_is_default(sampling, name) for name in _DEFAULTS)
-        and not request.resumable
-    )
 
 
 def _is_default(sampling: SamplingParams, name: str) -> bool:
     """Return whether a field has its default; arrays, which compare by element, default to None."""
     value, default = getattr(sampling, name), _DEFAULTS[name]
     return value is None if default is None else bool(value == default)
+
+
+def _fits_grammar(request: Request, token: int) -> bool:
+    """Advance a request's grammar by its first token; return False if it does not allow it.
+
+    The grammar is there: vLLM had none read before.
+    """
+    if (structured := request.structured_output_request) is None:
+        return True
+    return bool(structured.grammar.accept_tokens(request.request_id, [token]))
 
 
 def _begin(request: Request, token: int) -> EngineCoreOutput:
