@@ -65,11 +65,24 @@ def test_packed_bytes_are_those_of_the_blocks(engines, monkeypatch, prefill, dec
     assert read(engines, prefill, decode, held=[5, 2, 9]) == {"packed"}
 
 
+def wait_for_refusal(monkeypatch, caplog_vllm, refusal: str) -> None:
+    """Have readers wait for windows until the holder has said that it packs none."""
+    look = packed_windows.PackedWindows.look
+
+    def look_once_it_is_said(windows, now_s: float) -> None:
+        if refusal in caplog_vllm.text:
+            windows.lose_all()
+        look(windows, now_s)
+
+    monkeypatch.setattr(packed_windows, "PACKED_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr(packed_windows.PackedWindows, "look", look_once_it_is_said)
+
+
 @packed
-def test_only_blocks_of_the_offer_are_packed(engines, caplog_vllm):
+def test_only_blocks_of_the_offer_are_packed(engines, monkeypatch, caplog_vllm):
     """A reader that asks for others gets nothing packed, and reads direct what it was told of."""
+    wait_for_refusal(monkeypatch, caplog_vllm, "some blocks are not its own")
     assert read(engines, NHD, dict(tp=2, **NHD), held=[5, 2]) == {"direct"}
-    assert "some blocks are not its own" in caplog_vllm.text
 
 
 @packed
@@ -88,8 +101,8 @@ def test_another_offers_tokens_are_not_packed(engines, monkeypatch, caplog_vllm)
         return ask(windows, replace(claim, fingerprint=replace(OFFER, content=9)), *rest)
 
     monkeypatch.setattr(packed_windows.PackedWindows, "ask", ask_for_another)
+    wait_for_refusal(monkeypatch, caplog_vllm, "fingerprint of another offer")
     assert read(engines, NHD, dict(tp=2, **NHD), held=[5, 2, 9]) == {"direct"}
-    assert "fingerprint of another offer" in caplog_vllm.text
 
 
 @packed

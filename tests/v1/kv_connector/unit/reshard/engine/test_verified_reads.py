@@ -19,10 +19,12 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     stats_with,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting import dialer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import consumer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.verifying import Verifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import Plane, RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import packed_windows
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 NHD = dict(token_major=True)
 
@@ -169,20 +171,57 @@ def test_mistakes_are_found(engines, monkeypatch, caplog_vllm, mistake):
     assert EQUAL not in caplog_vllm.text
 
 
+@pytest.fixture
+def before_comparing(monkeypatch):
+    """Sets what happens each time before a request is compared."""
+
+    def set_(act: Callable[[], None]) -> None:
+        compare = Verifier._compare
+
+        async def acted(*each):
+            act()
+            return await compare(*each)
+
+        monkeypatch.setattr(Verifier, "_compare", acted)
+
+    return set_
+
+
 @both_ways
-def test_bytes_of_another_request_are_found(engines, monkeypatch, caplog_vllm):
-    """A block that had another request's bytes when it was read is not taken for this one's."""
+def test_bytes_of_another_request_are_found(engines, before_comparing, caplog_vllm):
+    """A block that has another request's bytes however often it is read is not taken."""
     pair = Pair(engines, NHD, NHD)
-    verify = consumer.ConsumerSide._verify
-
-    async def refilled(*each):
-        fill(pair.p, [5, 2, 9])
-        return await verify(*each)
-
-    monkeypatch.setattr(consumer.ConsumerSide, "_verify", refilled)
-    fill(pair.p, [2], seed=2)
+    before_comparing(lambda: fill(pair.d, [4], seed=2))
     pair.fail("a")
     assert "in block 2 there and 4 here" in caplog_vllm.text
+
+
+@both_ways
+def test_what_was_written_late_is_read_anew(engines, before_comparing, caplog_vllm):
+    """A step in flight at the holder may write once it has been read, which fails no request."""
+    pair = Pair(engines, NHD, NHD)
+    seeds = iter((5, 6))
+
+    def write_late() -> None:
+        if (seed := next(seeds, None)) is not None:
+            pair.whole = fill(pair.p, [5, 2, 9], seed=seed)
+
+    before_comparing(write_late)
+    pair.read("a")
+    assert "request a was read anew: at first, " in caplog_vllm.text
+    assert EQUAL in caplog_vllm.text
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_only_one_of_many_at_once_is_verified(engines, caplog_vllm):
+    """Those that arrive while the first one is compared do not wait for that."""
+    pair = Pair(engines, NHD, NHD)
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        pair.start(name)
+    for name in names:
+        pair.progress.until(pair.d, received=name)
+    assert sum(EQUAL in each for each in caplog_vllm.messages) == 1
 
 
 @pytest.mark.parametrize("engines", ["auto"], indirect=True)
@@ -191,13 +230,57 @@ def test_holder_that_packs_nothing_is_believed(engines, caplog_vllm):
     pair = Pair(engines, dict(packing_arena_bytes=0), {})
     pair.read("a")
     pair.read("b")
-    assert sum("nothing of request" in each for each in caplog_vllm.messages) == 1
+    assert sum("nothing is verified" in each for each in caplog_vllm.messages) == 1
     assert EQUAL not in caplog_vllm.text
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_what_was_not_packed_in_time_is_verified_later(engines, monkeypatch, caplog_vllm):
+    """It counts for nothing, and the next request is compared in its place."""
+    pair = Pair(engines, NHD, NHD)
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_windows, "PACKED_WITHIN_S", 0.0)
+        pair.read("a")
+    assert "0 of 1 windows of request a were compared: not all" in caplog_vllm.text
+    monkeypatch.setattr(packed_windows.PackedWindows, "serves", lambda *_: True)
+    pair.read("b")
+    assert "windows of request b were read again and compared" in caplog_vllm.text
 
 
 @pytest.mark.parametrize("engines", ["auto"], indirect=True)
 def test_what_cannot_be_compared_costs_no_request(engines, monkeypatch, caplog_vllm):
     """As where the device has no memory left for it: what has arrived is served."""
     monkeypatch.setattr(ArenaCopier, "differing", lambda *_: 1 / 0)
-    Pair(engines, NHD, NHD).read("a")
-    assert "A window is not compared" in caplog_vllm.text and EQUAL not in caplog_vllm.text
+    pair = Pair(engines, NHD, NHD)
+    for name in ("a", "b", "c", "d"):
+        pair.read(name)
+    assert EQUAL not in caplog_vllm.text
+    # Nor is it tried for ever.
+    assert sum("could not be compared: " in each for each in caplog_vllm.messages) == 3
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_comparison_that_breaks_off_costs_no_request(engines, monkeypatch, caplog_vllm):
+    """What has arrived waits for no read that only verifies, nor do its blocks."""
+    pair = Pair(engines, NHD, NHD)
+    read, num_read = PeerConnection.read, 0
+
+    def refused(*each):
+        nonlocal num_read
+        num_read += 1
+        if num_read == 2:
+            raise TransferError("refused")
+        return read(*each)
+
+    monkeypatch.setattr(PeerConnection, "read", refused)
+    pair.read("a")
+    assert num_read >= 2 and "0 of 1 windows of request a were compared: " in caplog_vllm.text
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_comparison_ends_halfway_to_the_deadline(engines, monkeypatch, caplog_vllm):
+    """A request goes on without what cannot be compared until then."""
+    pair = Pair(engines, NHD, dict(kv_read_timeout_s=1.0, **NHD))
+    monkeypatch.setattr(packed_windows.PackedWindows, "has_room", False)
+    pair.read("a")
+    assert "0 of 1 windows of request a were compared: not all" in caplog_vllm.text

@@ -43,10 +43,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windo
     PackState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import (
+    Arrived,
     Part,
     PartError,
     RequestReads,
     cut,
+    cut_again,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
@@ -102,7 +104,7 @@ class RecordedReads(RequestReads):
         """A part is drained."""
         super().drain(part)
         arrived, self.arrived = self.arrived, []
-        how = arrived[0] if arrived else ()
+        how = arrived[0][1:] if arrived else ()
         self.events.append(Drained(self.request_id, self.keys[part], *how))
 
 
@@ -710,6 +712,33 @@ def test_window_that_is_lost_while_it_is_read_is_read_direct(packs):
     assert windows.returned == windows.asked and transfers.area.spans.free_bytes == PACK_UNIT_BYTES
     agent.states[1] = TransferState.DONE
     assert transfers.look(0.0) == [Drained("r", 0, Strategy.DIRECT, "telemetry 1")]
+
+
+def test_windows_that_were_read_are_scattered_within_the_budget(packs):
+    """However many are confirmed by one look; the next poll goes on."""
+    _, agent, windows = packs
+    area = StagingArea(torch.zeros(3 * PACK_UNIT_BYTES, dtype=torch.uint8), Copies())
+    transfers = Recorded(area)
+    transfers.begin("r", packed_parts_of(make(8)[0], windows)[:3], agent)
+    transfers.look(0.0)
+    for each in windows.asked:
+        each.state = PackState.CONFIRMED
+    for number in range(1, 4):
+        transfers.look(0.0, Budget(0.0, lambda: 1.0))
+        assert len(area.copier.made) == number
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_part_is_verified_another_way(packs, strategy):
+    """What was not packed is packed, and what was packed is not; a few blocks of it."""
+    transfers, _, windows = packs
+    part = packed_parts_of(transfers, windows)[0]
+    (again,) = cut_again(Arrived(part, strategy, None), transfers.area, part.claim)
+    assert again.verifies and (again.claim is None) == (strategy is Strategy.PACKED)
+    assert again.window.selection.overlap.src_blocks.tolist() == BLOCKS
+    no_packing = replace(part, leg=replace(part.leg, packing=None))
+    assert list(cut_again(Arrived(no_packing, strategy, None), transfers.area, part.claim)) == []
+    assert list(cut_again(Arrived(part, strategy, None), None, part.claim)) == []
 
 
 def test_windows_without_room_for_them_are_polled(packs):

@@ -536,6 +536,22 @@ def test_neighbour_is_connected_anew_without_being_asked(table, network, neighbo
     assert len(network.opened) == 6 and not steady.lane.is_retired
 
 
+def test_engine_whose_bytes_differ_costs_its_neighbours_nothing(table, network, neighbours):
+    """It is asked anew, and has to prove itself anew; its lane stays as it is."""
+    bad, good = neighbours
+    bad.is_proven, old, steady = True, bad.connection, good.connection
+    table.distrust(old, 1.0)
+    assert list(table.broken) == [old] and bad.connection is None and not bad.is_proven
+    assert good.connection is steady and not old.lane.is_retired
+    connected(table, network, bad.address, 1.5)
+    assert len(network.handshakes) == 3 and bad.connection is not old
+    assert old in table.take_drained()
+    # The one that is forgotten meanwhile is nobody's.
+    old.close()
+    table.distrust(old, 2.0)
+    assert bad.connection.is_connected and bad.breaks == 1
+
+
 def test_hosts_that_connect_and_go_cost_a_good_engine_one_connection(table, network):
     """However many: they begin in a lane that it has left."""
     good, used = connected(table, network), set()

@@ -338,7 +338,7 @@ class Prefetching:
             telemetry = SimpleNamespace(
                 totalBytes=num_bytes, xferDuration=1, postDuration=1, descCount=1
             )
-            reads.arrived.append(Arrived(Strategy.DIRECT, telemetry))
+            reads.arrived.append(Arrived(part, Strategy.DIRECT, telemetry))
         reads.drain(part)
         return self.advance()
 

@@ -84,7 +84,7 @@ class Settings(
             gathers small pieces for its readers; None for a sixteenth of what is free then, at
             most 64 MiB; 0 to gather nothing.
         verify_reads: First requests of each connection that are read once more, another way, and
-            compared: they fail if that differs, as it may if the holder writes behind a prompt.
+            compared: they fail if that differs; 0 to compare none.
         backends: NIXL backends, in order of preference.
         num_threads: Threads of NIXL's UCX backend.
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;
@@ -118,7 +118,7 @@ class Settings(
     transfer_strategy: Literal["auto", "direct", "staged", "packed"] = "auto"
     staging_arena_bytes: _Bytes | None = None
     packing_arena_bytes: _Bytes | None = None
-    verify_reads: _Count = 0
+    verify_reads: _Count = 1
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     allow_other_weights: bool = False
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None

@@ -73,11 +73,10 @@ class ArenaCopier:
             Their positions in the copy, ascending; shape (chunks,).
         """
         with torch.cuda.stream(self._stream):
-            found = [
-                part.numbers[part.differ(self._arena).cpu().numpy()]
-                for part in _by_memory(copy, self._memories)
-            ]
-        return np.sort(np.concatenate(found))
+            parts = list(_by_memory(copy, self._memories))
+            # Waited for once.
+            differ = torch.cat([part.differ(self._arena) for part in parts]).cpu().numpy()
+        return np.sort(np.concatenate([part.numbers for part in parts])[differ])
 
     def close(self) -> None:
         """Wait for all copies."""

@@ -48,7 +48,8 @@ class PeerConnection:
         legs: Legs to read for every request.
         lease_tables: Lease table of each worker, by the agent's name.
         releases: Workers to notify when a request was read, with the number of notifiers.
-        num_verified: Requests that were verified.
+        num_verified: Requests that were verified, or are being.
+        num_in_vain: Requests that were to be verified, and could not be.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PeerConnection:
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
-        self.num_verified = 0
+        self.num_verified = self.num_in_vain = 0
         self._clock = clock
         self._area = lowered.area
         self._unconnected = deque(lowered.workers)

@@ -2,10 +2,7 @@
 """The parts that a request is read in: how they are cut, and what has become of them.
 
 A leg is read direct, staged or packed, as `StagedLeg.choose` says; what is not read direct is cut
-into windows of the arena. The first requests of a connection are *verified*: what has arrived is
-read once more, another way, and compared where it would be scattered. What was read direct or
-staged is packed by its holder, which knows where it lies from its own memory; what was packed is
-staged.
+into windows of the arena. To *verify* a part that has arrived, it is cut again, for another way.
 
 Everything here belongs to the connector's thread of the reading worker.
 """
@@ -34,8 +31,8 @@ from .staging_area import StagingArea
 _WINDOWS_PER_ARENA = 8
 """So many windows fit at least, so that some are scattered while others are being read."""
 
-_STAGED_AGAIN = 64
-"""Blocks of each plane that verify a packed read."""
+_VERIFIED_BLOCKS = 16
+"""Blocks of each plane that verify a part: mistakes of layouts show in each."""
 
 _MAX_WINDOW_BYTES = 8 << 20
 """A window of this size is still in the processor's cache when it is scattered."""
@@ -78,19 +75,21 @@ class DiffersError(PartError):
 
 
 class Arrived(NamedTuple):
-    """A part that has arrived.
+    """A part that has arrived; if it verifies another, with the same bytes.
 
     Attributes:
+        part: The part.
         strategy: How it was read.
         telemetry: NIXL's measurements; None if NIXL has none.
     """
 
+    part: Part
     strategy: Strategy
     telemetry: Any
 
 
 class RequestReads:
-    """The parts of one request that may still write into its blocks, queued ones included.
+    """The parts of one request that may still write into its blocks, or verify them.
 
     Args:
         request_id: The request.
@@ -100,7 +99,6 @@ class RequestReads:
         parts: The parts.
         error: The first failure of a part; None without one.
         arrived: Parts that have arrived and were not taken out yet.
-        num_verified: Parts that were found to have arrived as they were.
     """
 
     def __init__(self, request_id: RequestId, task: Task | None = None) -> None:
@@ -108,7 +106,6 @@ class RequestReads:
         self.parts: dict[PartRead, None] = {}
         self.error: PartError | None = None
         self.arrived: list[Arrived] = []
-        self.num_verified = 0
 
     @property
     def has_begun(self) -> bool:
@@ -189,26 +186,26 @@ def cut(
     return _windows(leg, selections, area, claim if how is Strategy.PACKED else None)
 
 
-def cut_again(
-    leg: PreparedLeg, selections: Sequence[Selection], area: StagingArea | None, claim: Claim
-) -> Iterable[Part]:
-    """Cut a leg's selections, which have arrived, into parts that verify them.
+def cut_again(arrived: Arrived, area: StagingArea | None, claim: Claim) -> Iterable[Part]:
+    """Cut a part that has arrived into parts that verify it, or the first blocks of each plane.
+
+    What was read direct or staged is packed by its holder, which knows where it lies from its own
+    memory, and not from what it has told. What was packed is staged by what was told.
 
     Args:
-        leg: The leg. If its holder packs nothing, nothing is verified.
-        selections: What was read.
+        arrived: The part. If its holder packs nothing, nothing is verified.
         area: Our arena; None to verify nothing.
         claim: The offer.
     """
-    staging = leg.staging
-    if not selections or area is None or staging is None or leg.packing is None:
+    leg = arrived.part.leg
+    if area is None or leg.staging is None or leg.packing is None:
         return ()
-    how = staging.leg.choose(selections, area.policy, may_pack=True)
-    if how is not Strategy.PACKED:
-        return _windows(leg, selections, area, claim, verifies=True)
-    # These are small pieces, of which a long prompt has millions.
-    first = [replace(each, overlap=each.overlap.part(0, _STAGED_AGAIN)) for each in selections]
-    return _windows(leg, first, area, None, verifies=True)
+    first = [
+        replace(each, overlap=each.overlap.part(0, _VERIFIED_BLOCKS))
+        for each in arrived.part.selections
+    ]
+    other = None if arrived.strategy is Strategy.PACKED else claim
+    return _windows(leg, first, area, other, verifies=True)
 
 
 def _windows(

@@ -203,7 +203,7 @@ class Transfers:
         """
         landed = _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
         copied = _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
-        packed = self._settle(now_s)
+        packed = self._settle(now_s, budget)
         self.has_moved = bool(landed or copied or packed)
         self.post(now_s, budget)
         self._send(now_s)
@@ -250,7 +250,7 @@ class Transfers:
             if not queue:
                 del self._unasked[windows]
 
-    def _settle(self, now_s: float) -> int:
+    def _settle(self, now_s: float, budget: Budget) -> int:
         """See what has become of the windows that were asked for; return how many have moved."""
         for windows, connection in list(self._packing.items()):
             self._try(partial(windows.look, now_s), windows, connection)
@@ -270,6 +270,8 @@ class Transfers:
                 self._asked.rotate(-1)
                 continue
             num_moved += 1
+            if budget.is_spent:
+                break
         return num_moved
 
     def _send(self, now_s: float) -> None:
@@ -408,20 +410,18 @@ class Transfers:
         """Copy a window from the arena to its blocks, or begin to."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
-        verifies = running.part.verifies
         try:
             copy = staging.leg.scatter(window, span)
-            if verifies:
+            if running.part.verifies:
                 self._verify(running, copy, area)
                 return
             running.copied = area.copier.scatter(copy)
         except Exception as error:
             # Such as no memory on the device: this fails the request, not the engine.
-            if verifies:
-                logger.warning("A window is not compared: %s", one_line(error))
-            else:
-                fault = f"its bytes could not be put in their places: {one_line(error)}"
-                running.reads.fail(PartError(fault, is_local=True))
+            fault = "its bytes could not be put in their places"
+            if running.part.verifies:
+                fault = "its bytes could not be compared"
+            running.reads.fail(PartError(f"{fault}: {one_line(error)}", is_local=True))
             self._drain(running)
             return
         if running.copied is None:
@@ -433,16 +433,16 @@ class Transfers:
         """Compare a window in the arena with the blocks that it has arrived in."""
         differing = area.copier.differing(copy)
         if not len(differing):
-            running.reads.num_verified += 1
-        else:
-            part = running.part
-            assert part.leg.staging is not None and part.window is not None
-            first = part.leg.staging.leg.name(part.window, int(differing[0]))
-            text = (
-                f"{len(differing)} of {len(copy.addresses)} pieces differ from what "
-                f"{quote(part.leg.remote.peer)} holds, first {one_line(first)}"
-            )
-            running.reads.fail(DiffersError(text))
+            self._arrive(running)
+            return
+        part = running.part
+        assert part.leg.staging is not None and part.window is not None
+        first = part.leg.staging.leg.name(part.window, int(differing[0]))
+        text = (
+            f"{len(differing)} of {len(copy.addresses)} pieces differ from what "
+            f"{quote(part.leg.remote.peer)} holds, first {one_line(first)}"
+        )
+        running.reads.fail(DiffersError(text))
         self._drain(running)
 
     def _is_scattered(self, running: PartRead, now_s: float) -> bool:
@@ -458,7 +458,8 @@ class Transfers:
         """Record that a part has arrived, which drains it."""
         self._free(running)
         if running in running.reads.parts:
-            running.reads.arrived.append(Arrived(running.strategy, running.telemetry))
+            arrived = Arrived(running.part, running.strategy, running.telemetry)
+            running.reads.arrived.append(arrived)
         running.reads.drain(running)
 
     def _drain(self, running: PartRead) -> None:
@@ -478,8 +479,7 @@ class Transfers:
             if not ended:
                 continue
             for each in ended:
-                # What only verifies is done without.
-                if fault is not None and not each.part.verifies:
+                if fault is not None:
                     each.reads.fail(PartError(fault))
                 self._drain(each)
             kept = [each for each in queue if not is_meant(each)]

@@ -301,18 +301,17 @@ class PeerTable:
         restarted. A peer that keeps answering handshakes but cannot be read from is asked at
         growing intervals. The lane's other peers reconnect when next requested.
         """
-        if not connection.is_connected:
-            return
-        its = (
-            each for each in self._peers.values() if connection in (each.connection, each.retired)
-        )
-        peer = next(its, None)
-        # This runs for each request of a broken connection; note the break once.
-        if peer is not None and not peer.broken:
-            self._note_break(peer, now_s)
-        if connection not in self.broken:
-            self.broken.append(connection)
-        self._retire_lane(connection.lane, now_s)
+        if connection.is_connected:
+            self._give_up(connection, now_s)
+            self._retire_lane(connection.lane, now_s)
+
+    def distrust(self, connection: PeerConnection, now_s: float) -> None:
+        """Retire a connection over which wrong bytes have arrived; its peer has to be asked anew.
+
+        Its lane has done as it was told.
+        """
+        if connection.is_connected and (peer := self._give_up(connection, now_s)) is not None:
+            peer.is_proven = False
 
     def take_handshakes(self) -> list[tuple[RemoteEngineAddress, LoweredEngine, float]]:
         """Return the peers connected since the last call, and each handshake's seconds."""
@@ -386,6 +385,19 @@ class PeerTable:
                     self.broken.append(other.connection)
                 self._retire(other, now_s)
                 self._sweep_by(now_s)
+
+    def _give_up(self, connection: PeerConnection, now_s: float) -> Peer | None:
+        """Have nothing more begun over a connection; return its peer, unless it is forgotten."""
+        its = (
+            each for each in self._peers.values() if connection in (each.connection, each.retired)
+        )
+        peer = next(its, None)
+        # This runs for each request of a broken connection; note the break once.
+        if peer is not None and not peer.broken:
+            self._note_break(peer, now_s)
+        if connection not in self.broken:
+            self.broken.append(connection)
+        return peer
 
     def _fail_handshake(self, peer: Peer, now_s: float) -> None:
         peer.failures += 1

@@ -4,8 +4,8 @@
 `ConsumerSide._read` is the life of a request, from top to bottom, and `_leave` is its end. A
 request has *failed* as soon as one of its steps fails. It is *received* once it is complete, or
 once it has failed and is drained: nothing can write into its blocks any more. Only then may its
-blocks be reused. The checks after its parts write nothing there, so a failed request does not wait
-for them.
+blocks be reused. What looks at its blocks or its lease after that writes nothing there: a failed
+request does not wait for it.
 
 An unexpected exception fails the one request whose task it ends, or leaves the work to the next
 poll. All of this belongs to the connector's thread.
@@ -32,7 +32,7 @@ from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
 from ...transport.lease_check import PreparedTable
 from ...transport.packed_windows import Claim
-from ...transport.parts import DiffersError, Part, PartError, RequestReads, cut, cut_again
+from ...transport.parts import Part, PartError, RequestReads, cut
 from ...transport.remote import LocalCache
 from ...transport.transfers import Transfers
 from ..connecting.peers import Peer, PeerTable
@@ -43,6 +43,7 @@ from .endings import BlocksInDoubt, Endings
 from .incoming import IncomingRequest, ReadError, as_read_error
 from .notifier import Notifier
 from .prefetch import FullGroups, Prefetched
+from .verifying import Verifier
 
 logger = init_logger(__name__)
 
@@ -78,7 +79,6 @@ class ConsumerSide:
         self._stats = stats
         self._timeout_s = timeout_s
         self._name = name
-        self._num_to_verify = num_to_verify
         self._tasks = tasks
         # Until each is reported as received.
         self._requests: dict[RequestId, IncomingRequest] = {}
@@ -90,6 +90,7 @@ class ConsumerSide:
         self._now_s = 0.0
         self._doubt = BlocksInDoubt(peers.lanes, stats)
         self._endings = Endings(self._doubt, notifier, stats)
+        self._verifier = Verifier(transfers, stats, tasks, num_to_verify)
         # The local KV-cache groups that keep the last tokens of a sequence only.
         self._window_groups: AbstractSet[int] = frozenset()
 
@@ -295,10 +296,10 @@ class ConsumerSide:
         except PartError as error:
             await self._requeue(request, error)
             tables = await self._read_parts(request)
-        self._count(request)
+        request.count(self._stats)
         connection = request.connection
         assert connection is not None and request.peer is not None
-        differs = await self._verify(request, connection) if tables else None
+        differs = await self._verifier.verify(request, connection) if tables else None
         request.enter(ReadState.CHECKING, self._now_s)
         if not tables:
             # Nothing was read.
@@ -310,7 +311,7 @@ class ConsumerSide:
         )
         # Only now: what is no longer held may differ.
         if differs is not None:
-            self._peers.break_off(connection, self._now_s)
+            self._peers.distrust(connection, self._now_s)
             raise ReadError(str(differs), ReadFailure.CONTENT)
         request.peer.is_proven = True
 
@@ -322,7 +323,7 @@ class ConsumerSide:
         if error is not None:
             self._fail(request, error)
         await request.reads.drained()
-        self._count(request)
+        request.count(self._stats)
         self._endings.receive(request, self._now_s)
         del self._requests[request.request_id]
         request.enter(ReadState.ENDED, self._now_s)
@@ -353,7 +354,7 @@ class ConsumerSide:
                     )
                     self._invalidate(request)
             await suspended()
-            self._count(request)
+            request.count(self._stats)
             if request.is_early and request.reads.error is not None:
                 self._invalidate(request)
 
@@ -371,57 +372,12 @@ class ConsumerSide:
         legs = connection.legs if request.prefetched else [part.leg for part in parts]
         connection.lifetime.begin_request()
         request.connection = connection
-        self._count(request)
+        request.count(self._stats)
         request.enter(ReadState.READING, self._now_s)
         self._transfers.start(request.reads, parts, connection)
         await request.reads.landed()
         read_from = {leg.remote.peer for leg in legs}
         return [table for name, table in connection.lease_tables.items() if name in read_from]
-
-    async def _verify(
-        self, request: IncomingRequest, connection: PeerConnection
-    ) -> DiffersError | None:
-        """Verify what has arrived, of one of the first requests of a connection.
-
-        Returns:
-            What differs; None for nothing.
-
-        Raises:
-            PartError: What is held could not be read again.
-        """
-        claim = Claim.of(request.receive)
-        if connection.num_verified >= self._num_to_verify or claim is None:
-            return None
-        blocks = RequestBlocks(request.receive)
-        parts = [
-            part
-            for leg in connection.legs
-            for part in cut_again(leg, blocks.select(leg.leg), self._transfers.area, claim)
-        ]
-        self._transfers.start(request.reads, parts, connection)
-        try:
-            await request.reads.landed()
-        except DiffersError as error:
-            return error
-        connection.num_verified += 1
-        engine, num_equal = quote(request.receive.source.engine_id), request.reads.num_verified
-        if num_equal:
-            logger.info(
-                "From engine %s, %d of %d windows of request %s were read again and compared, and "
-                "are equal.",
-                engine,
-                num_equal,
-                len(parts),
-                quote(request.request_id),
-            )
-        else:
-            logger.warning(
-                "From engine %s, nothing of request %s was read again and compared: an end has no "
-                "arena for it, or nothing was packed in time.",
-                engine,
-                quote(request.request_id),
-            )
-        return None
 
     async def _requeue(self, request: IncomingRequest, error: PartError) -> None:
         """Have a request wait for the next connection, if nothing of it has arrived or may arrive.
@@ -472,7 +428,8 @@ class ConsumerSide:
             self._invalidate(request)
             await request.reads.drained()
             # From the start: what was read ahead is of no use.
-            self._count(request)
+            request.count(self._stats)
+            request.arrived.clear()
             request.prefetched = request.reads.error = None
 
     def _add(
@@ -503,7 +460,7 @@ class ConsumerSide:
         try:
             self._set_deadline(request)
             self._transfers.promote(request.reads)
-            self._count(request)
+            request.count(self._stats)
             request.enter(ReadState.WAITING, self._now_s)
             request.task.wake()
         except Exception as error:
@@ -553,17 +510,6 @@ class ConsumerSide:
         if request.prefetched is not None and not request.prefetched.is_invalid:
             request.prefetched.is_invalid = True
             self._transfers.give_up(request.reads)
-
-    def _count(self, request: IncomingRequest) -> None:
-        """Count the bytes of the parts that have arrived since the last call."""
-        arrived, request.reads.arrived = request.reads.arrived, []
-        for strategy, telemetry in arrived:
-            if telemetry is not None:
-                self._stats.record_transfer(telemetry, strategy)
-                request.num_bytes += telemetry.totalBytes
-                request.strategies.add(strategy.value)
-                if request.state in (ReadState.PREFETCHING, ReadState.WAITING):
-                    self._stats.record_prefetched(telemetry.totalBytes)
 
     def _fail(self, request: IncomingRequest, error: Exception) -> None:
         """Fail a request, and report that; its unposted parts are dropped. See `_leave`."""

@@ -21,9 +21,9 @@ from ...protocol.states import ReadState, expect_transition
 from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection
 from ...transport.lease_check import LeaseCheckFailure, LeaseError
-from ...transport.parts import PartError, RequestReads
+from ...transport.parts import Arrived, PartError, RequestReads
 from ..connecting.peers import Peer
-from ..stats import ReadFailure
+from ..stats import ReadFailure, ReshardStats
 from ..traces import Trace, what_was_read
 from .prefetch import Prefetched
 
@@ -88,6 +88,7 @@ class IncomingRequest:
         connection: The connection that it is read with; None before that.
         computed: A part of it that can be read before it is offered, and was not looked at yet.
         prefetched: What was read before it was offered; None for nothing.
+        arrived: Its parts that have arrived, and were counted.
         fault: Why its blocks are invalid; None unless it has failed.
         failure: Kind of its failure here; None without one, or if it failed elsewhere.
         failed_in: The state in which it failed, and for how many seconds it had been in it.
@@ -109,6 +110,7 @@ class IncomingRequest:
     connection: PeerConnection | None = None
     computed: Receive | None = None
     prefetched: Prefetched | None = None
+    arrived: list[Arrived] = field(default_factory=list)
     fault: str | None = None
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
@@ -126,6 +128,18 @@ class IncomingRequest:
     def is_early(self) -> bool:
         """Whether it is not offered yet."""
         return self.state is ReadState.PREFETCHING
+
+    def count(self, stats: ReshardStats) -> None:
+        """Count the bytes of the parts that have arrived since the last call."""
+        arrived, self.reads.arrived = self.reads.arrived, []
+        self.arrived += arrived
+        for _, strategy, telemetry in arrived:
+            if telemetry is not None:
+                stats.record_transfer(telemetry, strategy)
+                self.num_bytes += telemetry.totalBytes
+                self.strategies.add(strategy.value)
+                if self.state in (ReadState.PREFETCHING, ReadState.WAITING):
+                    stats.record_prefetched(telemetry.totalBytes)
 
     def enter(self, state: ReadState, now_s: float) -> None:
         """Enter a state, and log and trace that."""
