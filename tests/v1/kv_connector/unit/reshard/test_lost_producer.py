@@ -48,7 +48,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     NixlAgent,
     TransferState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 SMALL, LARGE = 8, 16384
@@ -272,8 +272,8 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch, caplog_vll
     process, reader, progress, clock = hung_read
     (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     with monkeypatch.context() as patch:
-        # Of several windows a short poll looks at one, beside others that may arrive.
-        patch.setattr(transfer_engine, "_budget", lambda: UNLIMITED)
+        # Each poll looks at one of several windows.
+        patch.setattr(transfer_engine, "_budget", lambda: Budget(0.0))
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         wait_until(lambda: "over a new connection" in caplog_vllm.text, progress.step)
         reader.start(failed={"d-b"})

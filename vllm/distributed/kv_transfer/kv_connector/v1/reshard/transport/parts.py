@@ -22,7 +22,7 @@ from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.tasks import Task, suspended
-from .agent import Transfer
+from .agent import Transfer, TransferState
 from .connection import PeerConnection
 from .packed_windows import Claim, PackedWindow
 from .remote import PreparedLeg
@@ -109,9 +109,12 @@ class RequestReads:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part has arrived, or may: its read is on its way and has not failed."""
-        posted = (each.transfer for each in self.parts if each.transfer is not None)
-        return bool(self.arrived) or any(each.ended_in is None for each in posted)
+        """Whether a part has arrived, or may: its read has not failed, as NIXL says now."""
+        return bool(self.arrived) or any(
+            each.connection.poll(each.transfer) is not TransferState.FAILED
+            for each in self.parts
+            if each.transfer is not None
+        )
 
     async def landed(self) -> None:
         """Wait until all parts have arrived.
