@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import StructuredOutputsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEventType, FinishReason
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.skipif(
 
 def told(token: object = TOLD, sampled_with: dict = GREEDY, **changes) -> dict:
     """What a prefill engine says of a prompt, and of the token behind it."""
-    digest = _digest(SamplingParams(**sampled_with))
+    digest = _digest(SamplingParams(**sampled_with), (False, False))
     return from_prefill(**{"remote_sampled_token": token, "remote_sampled_with": digest, **changes})
 
 
@@ -350,12 +351,16 @@ class Grammar:
     def __init__(self, *allowed: int) -> None:
         self.allowed, self.accepted = allowed, []
 
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Go on behind them, if they are allowed."""
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Return them, if they are allowed."""
         behind = [*self.accepted, *tokens]
-        fit = [*self.allowed[: len(behind)]] == behind
-        self.accepted = behind if fit else self.accepted
-        return fit
+        return tokens if [*self.allowed[: len(behind)]] == behind else []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on behind them; nothing does behind a token that is not allowed."""
+        assert self.validate_tokens(tokens) == tokens
+        self.accepted += tokens
+        return True
 
 
 CONSTRAINED = {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
@@ -376,22 +381,29 @@ def test_grammar_goes_on_behind_the_token(serving, allowed):
 
 
 def test_grammars_are_compared():
-    """A token that was drawn under another grammar is not taken over."""
+    """A token that was drawn under another grammar is not taken over, nor with other ends of it."""
     others = StructuredOutputsParams(regex="[1-9]+"), StructuredOutputsParams(json_object=True)
-    digests = {_digest(SamplingParams(structured_outputs=each)) for each in others}
-    digests |= {_digest(SamplingParams(**each)) for each in (CONSTRAINED, {})}
-    assert len(digests) == 4
+    asked_for = [{"structured_outputs": each} for each in others]
+    asked_for += [CONSTRAINED, {**CONSTRAINED, "stop_token_ids": [3]}, {}]
+    digests = {_digest(SamplingParams(**each), (False, False)) for each in asked_for}
+    digests.add(_digest(SamplingParams(**CONSTRAINED), (True, False)))
+    assert len(digests) == 6
+    # What is drawn without a grammar is told as ever.
+    assert _digest(SamplingParams(), (False, False)) == _digest(SamplingParams())
 
 
-def test_answers_that_reason_before_a_grammar_are_computed():
+@pytest.mark.parametrize("parser", ["", "a parser"])
+def test_answers_that_reason_before_a_grammar_are_computed(parser):
     """Its parser decides from which token on the grammar counts."""
+    config = StructuredOutputsConfig()
+    config.reasoning_parser = parser
+    tokens = FirstTokens(9, 9, lambda: None, grammar_rules=first_tokens._grammar_rules(config))
     request = SimpleNamespace(
         output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False
     )
-    for asked_for in ({}, CONSTRAINED):
+    for asked_for, is_told in ({}, True), (CONSTRAINED, not parser):
         request.sampling_params = SamplingParams(**asked_for)
-        tokens = (FirstTokens(9, 9, lambda: None, follows_grammars=each) for each in (True, False))
-        assert [bool(each.of_offer(request)) for each in tokens] == [True, not asked_for]
+        assert bool(tokens.of_offer(request)) is is_told
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from ...protocol.quoting import one_line, quote
 from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import StructuredOutputsConfig, VllmConfig
     from vllm.v1.request import Request
 
     from ..settings import Settings
@@ -160,8 +160,7 @@ def open_first_tokens(
         model_config.max_model_len,
         record,
         is_on=why_not is None,
-        # A reasoning parser decides from which token on a grammar counts.
-        follows_grammars=not config.structured_outputs_config.reasoning_parser,
+        grammar_rules=_grammar_rules(config.structured_outputs_config),
     )
 
 
@@ -175,7 +174,8 @@ class FirstTokens:
         max_model_len: Maximum number of tokens of a request.
         record: Called for each answer that begins with a received token.
         is_on: Whether first tokens are sent and taken over.
-        follows_grammars: Whether those of answers with a grammar are, too.
+        grammar_rules: This engine's settings for grammars, which decide what they allow; None to
+            send and take over no token of an answer with a grammar.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class FirstTokens:
         record: Callable[[], None],
         *,
         is_on: bool = True,
-        follows_grammars: bool = True,
+        grammar_rules: tuple[bool, ...] | None = None,
     ) -> None:
         self._record = record
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._is_on = is_on
-        self._follows_grammars = follows_grammars
+        self._grammar_rules = grammar_rules
         self._reading: dict[RequestId, Request] = {}
         self._received: list[Request] = []
         self._told: dict[RequestId, FirstToken] = {}
@@ -218,7 +218,7 @@ class FirstTokens:
             or not self._is_plain(request, sampling)
         ):
             return {}
-        return of_first_token(FirstToken(tokens[0], _digest(sampling)))
+        return of_first_token(FirstToken(tokens[0], _digest(sampling, self._grammar_rules)))
 
     def begin(self, request: Request) -> None:
         """Track a new request whose prompt another engine computes."""
@@ -274,7 +274,7 @@ class FirstTokens:
             and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
             and self._is_plain(request, sampling)
             and first.token < self._vocab_size
-            and first.sampling == _digest(sampling)
+            and first.sampling == _digest(sampling, self._grammar_rules)
             and request.max_tokens > 1
             and request.num_tokens + 1 < self._max_model_len
         )
@@ -286,19 +286,31 @@ class FirstTokens:
             sampling.sampling_type is not SamplingType.RANDOM_SEED
             # Drawn without a minimum, a token may end the answer.
             and sampling.min_tokens == 0
-            and (sampling.structured_outputs is None or self._follows_grammars)
+            and (sampling.structured_outputs is None or self._grammar_rules is not None)
             and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
             and all(_is_default(sampling, name) for name in _DEFAULTS)
             and not request.resumable
         )
 
 
-def _digest(sampling: SamplingParams) -> str:
+def _grammar_rules(config: StructuredOutputsConfig) -> tuple[bool, ...] | None:
+    """Return the settings that decide what a grammar allows; None with a reasoning parser.
+
+    That decides from which token on a grammar counts.
+    """
+    if config.reasoning_parser:
+        return None
+    return config.disable_any_whitespace, config.disable_additional_properties
+
+
+def _digest(sampling: SamplingParams, grammar_rules: tuple[bool, ...] | None = None) -> str:
     """Return a digest of what the first token is drawn with, equal at both engines."""
     values = [getattr(sampling, name) for name in _SAMPLES_WITH]
     values = [sorted(each.items()) if isinstance(each, dict) else each for each in values]
     if sampling.structured_outputs is not None:
-        values.append(asdict(sampling.structured_outputs))
+        # A grammar ends with one of the stop tokens.
+        stops = sorted(sampling.all_stop_token_ids)
+        values += [asdict(sampling.structured_outputs), stops, grammar_rules]
     return sha256(msgspec.json.encode(values)).hexdigest()[:16]
 
 
@@ -311,11 +323,15 @@ def _is_default(sampling: SamplingParams, name: str) -> bool:
 def _fits_grammar(request: Request, token: int) -> bool:
     """Advance a request's grammar by its first token; return False if it does not allow it.
 
-    The grammar is there: vLLM had none read before.
+    The grammar is there: vLLM had none read before. Not each can go on once it was told a token
+    that it does not allow.
     """
     if (structured := request.structured_output_request) is None:
         return True
-    return bool(structured.grammar.accept_tokens(request.request_id, [token]))
+    grammar = structured.grammar
+    return bool(
+        grammar.validate_tokens([token]) and grammar.accept_tokens(request.request_id, [token])
+    )
 
 
 def _begin(request: Request, token: int) -> EngineCoreOutput:
