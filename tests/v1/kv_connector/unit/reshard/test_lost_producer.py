@@ -34,22 +34,27 @@ from tests.v1.kv_connector.unit.reshard.producer_process import (
     serving_producer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import connector_thread
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import consumer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Selection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Pack,
     RemoteEngineAddress,
     RemoteRequest,
     decode_notification,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import transfers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
+    Transfer,
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import Part
 
 SMALL, LARGE = 8, 16384
 """Head sizes: that a block fits into what the kernel buffers, and that it does not."""
@@ -94,7 +99,7 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     assert " failed, and with it request d-b: " in line and "nothing listens there" in line
 
 
-@pytest.mark.parametrize("way", ["cut", "restarted"])
+@pytest.mark.parametrize("way", ["cut", "restarted", "every read fails"])
 def test_connection_that_died_while_it_was_idle_costs_no_request(
     engines, producer, monkeypatch, caplog_vllm, way
 ):
@@ -104,6 +109,10 @@ def test_connection_that_died_while_it_was_idle_costs_no_request(
     progress = Progress(reader)
     (worker,) = reader.workers.values()
     whole = fill(engines("twin"), BLOCKS)
+    # A read for each plane, of which a poll looks at one.
+    look = transfers._look
+    monkeypatch.setattr(consumer, "cut", cut_into_planes)
+    monkeypatch.setattr(transfers, "_look", lambda *each: look(*each[:2], Budget(0.0)))
 
     def read(name: str, address: RemoteEngineAddress) -> None:
         wanted = receive(address, [3, 4, 1], BLOCKS, remote_request_id=f"p-{name}")
@@ -114,16 +123,37 @@ def test_connection_that_died_while_it_was_idle_costs_no_request(
 
     with ExitStack() as stack:
         read("a", producer.address)
-        if way == "cut":
-            shut_connections(producer.process.pid)
-        else:
+        if way == "restarted":
             producer.process.kill()
             producer.process.join()
             again = serving_producer(SMALL, producer.address.port)
             producer = stack.enter_context(again)
+        elif way == "cut":
+            shut_connections(producer.process.pid)
+        else:
+            fail_reads(reader, monkeypatch)
         read("b", producer.address)
         producer.until_released("p-b")
     assert "d-b is read from engine prefill over a new connection: NIXL" in caplog_vllm.text
+
+
+def fail_reads(reader: Engine, monkeypatch) -> None:
+    """Have NIXL say of all reads over the connections there are that they have failed."""
+    poll, agents = NixlAgent.poll, [each.lane.agent for each in reader.connections]
+
+    def poll_or_fail(agent: NixlAgent, transfer: Transfer) -> TransferState:
+        return TransferState.FAILED if agent in agents else poll(agent, transfer)
+
+    monkeypatch.setattr(NixlAgent, "poll", poll_or_fail)
+
+
+def cut_into_planes(leg, selections, *_) -> list[Part]:
+    """A direct read of each plane of a leg."""
+    return [
+        Part(leg, [Selection(each.overlap, each.planes[plane : plane + 1])])
+        for each in selections
+        for plane in range(len(each.planes))
+    ]
 
 
 def shut_connections(pid: int) -> None:

@@ -97,8 +97,8 @@ def test_another_offers_tokens_are_not_packed(engines, monkeypatch, caplog_vllm)
     """Who names a request and not its tokens learns nothing of it by asking."""
     ask = packed_windows.PackedWindows.ask
 
-    def ask_for_another(windows, claim, *rest):
-        return ask(windows, replace(claim, fingerprint=replace(OFFER, content=9)), *rest)
+    def ask_for_another(windows, claim, *rest, **more):
+        return ask(windows, replace(claim, fingerprint=replace(OFFER, content=9)), *rest, **more)
 
     monkeypatch.setattr(packed_windows.PackedWindows, "ask", ask_for_another)
     wait_for_refusal(monkeypatch, caplog_vllm, "fingerprint of another offer")
@@ -113,7 +113,9 @@ def test_holder_that_hears_nothing_is_not_waited_for(engines, monkeypatch):
     asked = []
     ask = packed_windows.PackedWindows.ask
     monkeypatch.setattr(
-        packed_windows.PackedWindows, "ask", lambda *each: asked.append(each) or ask(*each)
+        packed_windows.PackedWindows,
+        "ask",
+        lambda *each, **more: asked.append(each) or ask(*each, **more),
     )
     p, d = engines("prefill", **NHD), engines("decode", tp=2, **NHD)
     address = p.serve()

@@ -19,6 +19,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     stats_with,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting import dialer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import verifying
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.verifying import Verifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import Plane, RankCache
@@ -35,9 +36,10 @@ EQUAL = "were read again and compared, and are equal."
 
 
 @pytest.fixture(autouse=True)
-def _waits_long(monkeypatch):
-    """A loaded machine may take long until it has packed."""
+def _waits(monkeypatch):
+    """A loaded machine may take long until it has packed; no step is in flight for long."""
     monkeypatch.setattr(packed_windows, "PACKED_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr(verifying, "_ANEW_AFTER_S", (0.0, 0.0))
 
 
 class Pair:
@@ -214,7 +216,7 @@ def test_what_was_written_late_is_read_anew(engines, before_comparing, caplog_vl
 
 @pytest.mark.parametrize("engines", ["auto"], indirect=True)
 def test_only_one_of_many_at_once_is_verified(engines, caplog_vllm):
-    """Those that arrive while the first one is compared do not wait for that."""
+    """Those that arrive while the first one is compared wait for that, and are believed."""
     pair = Pair(engines, NHD, NHD)
     names = [f"r{number}" for number in range(4)]
     for name in names:
@@ -222,6 +224,35 @@ def test_only_one_of_many_at_once_is_verified(engines, caplog_vllm):
     for name in names:
         pair.progress.until(pair.d, received=name)
     assert sum(EQUAL in each for each in caplog_vllm.messages) == 1
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_nothing_is_believed_before_one_was_equal(engines, before_comparing):
+    """However many arrive at once."""
+    pair = Pair(engines, NHD, NHD)
+    before_comparing(lambda: fill(pair.d, [4], seed=2))
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        pair.start(name)
+    for each in pair.d.workers.values():
+        assert failures(each, pair.progress, 4).keys() == set(names)
+
+
+@pytest.mark.parametrize("engines", ["auto"], indirect=True)
+def test_what_has_differed_and_cannot_be_compared_again_fails(
+    engines, monkeypatch, before_comparing
+):
+    """It is not taken for right because the holder packs nothing more."""
+    pair = Pair(engines, NHD, NHD)
+    served = iter((True,))
+
+    def pack_once() -> None:
+        fill(pair.d, [4], seed=2)
+        serves = next(served, False)
+        monkeypatch.setattr(packed_windows.PackedWindows, "serves", lambda *_: serves)
+
+    before_comparing(pack_once)
+    pair.fail("a")
 
 
 @pytest.mark.parametrize("engines", ["auto"], indirect=True)

@@ -209,7 +209,7 @@ class Windows:
         """It does."""
         return True
 
-    def ask(self, claim, leg, window, now_s: float) -> PackedWindow:
+    def ask(self, claim, leg, window, now_s: float, *, verifies: bool) -> PackedWindow:
         """Ask for one."""
         self.asked.append(PackedWindow(len(self.asked), 1, now_s + 1.0))
         return self.asked[-1]
@@ -739,6 +739,20 @@ def test_part_is_verified_another_way(packs, strategy):
     no_packing = replace(part, leg=replace(part.leg, packing=None))
     assert list(cut_again(Arrived(no_packing, strategy, None), transfers.area, part.claim)) == []
     assert list(cut_again(Arrived(part, strategy, None), None, part.claim)) == []
+
+
+def test_layers_that_share_memory_are_packed_for_their_own_group():
+    """As vLLM's hybrid allocator has them: one address stands for a layer of each group."""
+    cache = SRC.cache()
+    others = {
+        f"other {name}": replace(layer, group=1 - layer.group)
+        for name, layer in cache.layers.items()
+    }
+    for layers in ({**cache.layers, **others}, {**others, **cache.layers}):
+        planes = PackedCache(replace(cache, layers=layers)).lower(STAGED).planes
+        groups = [layer.group for layer in layers.values() for _ in layer.planes]
+        assert {groups[each] for each in planes} == {LEG.pairs[0].groups[0]}
+        assert len({*planes}) == len(LEG.pairs)
 
 
 def test_windows_without_room_for_them_are_polled(packs):

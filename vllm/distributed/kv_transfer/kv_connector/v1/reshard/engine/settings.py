@@ -84,7 +84,7 @@ class Settings(
             gathers small pieces for its readers; None for a sixteenth of what is free then, at
             most 64 MiB; 0 to gather nothing.
         verify_reads: First requests of each connection that are read once more, another way, and
-            compared: they fail if that differs; 0 to compare none.
+            compared: they fail if that still differs when they are read anew; 0 to compare none.
         backends: NIXL backends, in order of preference.
         num_threads: Threads of NIXL's UCX backend.
         nixl_progress_delay_us: Microseconds that NIXL's progress thread rests when no data arrives;

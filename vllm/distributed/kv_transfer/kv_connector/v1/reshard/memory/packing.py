@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RemoteLayoutError
+from ..plan.shards import Layer
 from .cache import LayerCache, Plane, RankCache
+from .leg import PlanePair
 from .staging import ArenaCopy, StagedLeg
 
 PACK_UNIT_BYTES = 64 << 10
@@ -141,9 +143,12 @@ class PackedCache:
 
     def __init__(self, cache: RankCache) -> None:
         self._num_block_ids = cache.num_block_ids
-        self._planes: list[tuple[Plane, LayerCache]] = [
-            (plane, layer) for layer in cache.layers.values() for plane in layer.planes
-        ]
+        self._planes: list[tuple[Plane, LayerCache]] = []
+        self._positions: dict[Layer, range] = {}
+        for name, layer in cache.layers.items():
+            first = len(self._planes)
+            self._planes += [(plane, layer) for plane in layer.planes]
+            self._positions[name] = range(first, len(self._planes))
         self._addresses = np.array([plane.address for plane, _ in self._planes], dtype=np.int64)
         # Planes with the same number may share a window.
         numbers: dict[Hashable, int] = {}
@@ -158,10 +163,8 @@ class PackedCache:
 
     def lower(self, staged: StagedLeg) -> PackedLeg:
         """Return what to ask the rank that has this cache for, to read a leg of it packed."""
-        order = np.argsort(self._addresses, kind="stable")
         sources = np.array([pair.src.address for pair in staged.leg.pairs], dtype=np.int64)
-        # A plane that the leg has split begins within its slot.
-        planes = order[np.searchsorted(self._addresses[order], sources, side="right") - 1]
+        planes = np.array([self._position(pair) for pair in staged.leg.pairs], dtype=np.int64)
         slice_ = Slice(
             staged.leg.src_head_offset,
             staged.leg.num_heads,
@@ -169,6 +172,16 @@ class PackedCache:
             token_major=staged.slice.slot_stride_bytes > staged.slice.slot_bytes,
         )
         return PackedLeg(slice_, planes, sources - self._addresses[planes])
+
+    def _position(self, pair: PlanePair) -> int:
+        """Return the position of a pair's source: layers of other groups may share its address."""
+        # A plane that the leg has split begins within its slot.
+        begun = (
+            each
+            for each in self._positions[pair.layer]
+            if self._addresses[each] <= pair.src.address
+        )
+        return max(begun, key=self._addresses.__getitem__)
 
     def check(
         self,

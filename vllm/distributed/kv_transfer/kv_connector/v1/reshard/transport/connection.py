@@ -48,8 +48,9 @@ class PeerConnection:
         legs: Legs to read for every request.
         lease_tables: Lease table of each worker, by the agent's name.
         releases: Workers to notify when a request was read, with the number of notifiers.
-        num_verified: Requests that were verified, or are being.
+        num_verified: Requests that were verified.
         num_in_vain: Requests that were to be verified, and could not be.
+        mistake: What has arrived otherwise than it is held; None for nothing.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PeerConnection:
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
         self.num_verified = self.num_in_vain = 0
+        self.mistake: str | None = None
         self._clock = clock
         self._area = lowered.area
         self._unconnected = deque(lowered.workers)

@@ -88,6 +88,7 @@ class PackedWindow:
         ticket: Its number.
         key: Key of its row in the holder's table.
         lost_at_s: When it is no longer waited for.
+        verifies: Whether others are no less asked for if it is lost.
         state: Where it is.
         entered: What the holder's table says of it, once it is packed.
     """
@@ -95,6 +96,7 @@ class PackedWindow:
     ticket: int
     key: int
     lost_at_s: float
+    verifies: bool = False
     state: PackState = PackState.ASKED
     entered: Entered | None = None
 
@@ -172,8 +174,24 @@ class PackedWindows:
         hangs = look is not None and now_s >= look.posted_at_s + _LOOK_HANGS_S
         return now_s >= self._asks_again_at_s and not hangs
 
-    def ask(self, claim: Claim, leg: PackedLeg, window: Window, now_s: float) -> PackedWindow:
-        """Ask for a window; `advance` sends that."""
+    def ask(
+        self,
+        claim: Claim,
+        leg: PackedLeg,
+        window: Window,
+        now_s: float,
+        *,
+        verifies: bool = False,
+    ) -> PackedWindow:
+        """Ask for a window; `advance` sends that.
+
+        Args:
+            claim: The offer.
+            leg: What to ask for to read its leg.
+            window: The window.
+            now_s: The time.
+            verifies: Whether others are no less asked for if it is lost.
+        """
         ticket = self._num_asked
         self._num_asked += 1
         print_, slice_, selection = claim.fingerprint, leg.slice, window.selection
@@ -193,7 +211,8 @@ class PackedWindows:
                 selection.overlap.src_blocks.astype("<u4").tobytes(),
             )
         )
-        asked = PackedWindow(ticket, key_of(self._name, ticket), now_s + PACKED_WITHIN_S)
+        key = key_of(self._name, ticket)
+        asked = PackedWindow(ticket, key, now_s + PACKED_WITHIN_S, verifies)
         self._windows[asked] = None
         return asked
 
@@ -224,7 +243,8 @@ class PackedWindows:
         for each in self._windows:
             if each.state is PackState.ASKED and now_s >= each.lost_at_s:
                 each.state = PackState.LOST
-                self._asks_again_at_s = max(self._asks_again_at_s, now_s + _DIRECT_FOR_S)
+                if not each.verifies:
+                    self._asks_again_at_s = max(self._asks_again_at_s, now_s + _DIRECT_FOR_S)
 
     def send(self, now_s: float) -> None:
         """Send what is asked for and returned, and begin the next look.

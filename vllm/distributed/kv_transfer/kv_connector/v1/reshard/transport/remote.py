@@ -144,13 +144,15 @@ def lower_engine(
     legs: dict[MeshRank, list[LoweredLeg]] = {}
     for read in plan.reads_of(local.rank):
         description = descriptions[read.src_rank]
-        src, packs = description.cache, description.packing.arena_bytes
+        src = description.cache
+        packs = PackedCache(src) if description.packing.arena_bytes else None
         lowered = legs.setdefault(read.src_rank, [])
         for leg in lower_read(read, src, local.cache):
             check_windows(leg, local.window_groups)
             staged = _stage(leg, src, area)
-            is_packed = packs and staged is not None and staged.slice_bytes <= MAX_PACKED_BYTES
-            packed = PackedCache(src).lower(staged) if staged is not None and is_packed else None
+            packed = None
+            if packs is not None and staged is not None and staged.slice_bytes <= MAX_PACKED_BYTES:
+                packed = packs.lower(staged)
             lowered.append(LoweredLeg(leg, staged, packed))
     notifiers = {each.src_rank: len(each.notifiers) for each in plan.notified_by(local.rank)}
     return LoweredEngine(

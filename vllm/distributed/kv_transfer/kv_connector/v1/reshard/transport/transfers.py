@@ -99,6 +99,7 @@ class Transfers:
             or self._queue
             or self._prefetched
             or self._landed
+            or self._asked
             or any(each.is_moving for each in self._packing)
             or any(self._unasked.values())
             or any(not each.unwanted for each in self._posted)
@@ -239,7 +240,9 @@ class Transfers:
                 first.span = first.span or area.spans.allocate(size_bytes, PACK_UNIT_BYTES)
                 if first.span is not None:
                     self._moved_at_s = now_s
-                    first.packed = windows.ask(claim, packing.leg, window, now_s)
+                    first.packed = windows.ask(
+                        claim, packing.leg, window, now_s, verifies=first.part.verifies
+                    )
                     self._packing[windows] = first.connection
                     self._asked.append(first)
                 elif now_s - self._moved_at_s < _SPAN_WAIT_S:

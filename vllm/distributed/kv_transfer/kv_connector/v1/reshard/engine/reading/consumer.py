@@ -312,7 +312,7 @@ class ConsumerSide:
         # Only now: what is no longer held may differ.
         if differs is not None:
             self._peers.distrust(connection, self._now_s)
-            raise ReadError(str(differs), ReadFailure.CONTENT)
+            raise ReadError(differs, ReadFailure.CONTENT)
         request.peer.is_proven = True
 
     async def _leave(self, request: IncomingRequest, error: Exception | None) -> None:
@@ -395,7 +395,7 @@ class ConsumerSide:
             raise error
         connection.lifetime.end_request()
         self._peers.break_off(connection, self._now_s)
-        request.connection, request.reads.error = None, None
+        request.connection = None
         logger.info(
             "Request %s is read from engine %s over a new connection: %s",
             quote(request.request_id),
@@ -403,8 +403,9 @@ class ConsumerSide:
             one_line(error),
         )
         request.enter(ReadState.WAITING, self._now_s)
-        # A failed read may still write, until its lane is closed.
+        # A failed read may still write, until its lane is closed; others may fail until then.
         await request.reads.drained()
+        request.reads.error = None
 
     async def _connected(self, request: IncomingRequest) -> tuple[PeerConnection, Receive]:
         """Wait until a request's peer is connected and it is its turn.

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verified requests: what has arrived is read once more, another way, and compared.
 
-    compared, equal     it goes on
-    compared, differs   it is read anew and compared again, and fails if that differs, too
-    not compared        it goes on, and a later request is verified instead
+    compared, equal     it goes on, and so do all after it
+    compared, differs   it is read anew and compared again, and fails unless that is equal
+    not compared        it goes on, and the next one is verified instead, for a few times
 
 A wrong stride differs each time. A step that was in flight at the holder when it made the offer may
-write behind the offered tokens once, which is no mistake.
+write behind the offered tokens, which is no mistake and is over when the step is.
 
-The parts that verify write into the arena only. The request does not wait for those that are left
-when it goes on, nor do they fail it. All of this belongs to the connector's thread.
+Requests of one connection are verified one after the other, and others that arrive wait meanwhile:
+none is believed before one was equal. The parts that verify write into the arena only: the request
+does not wait for those that are left when it goes on, nor do they fail it. All of this belongs to
+the connector's thread.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from vllm.logger import init_logger
 
 from ...protocol.quoting import one_line, quote
-from ...protocol.tasks import Tasks, suspended
+from ...protocol.tasks import Task, Tasks, suspended
 from ...transport.connection import PeerConnection
 from ...transport.packed_windows import Claim
 from ...transport.parts import DiffersError, PartError, RequestReads, cut_again
@@ -32,10 +35,10 @@ logger = init_logger(__name__)
 #: interval verify: a request goes on although not all of it was compared; at the latest halfway to
 #: its deadline.
 _WITHIN_S = 5.0
-"""Longer than any holder takes that packs in time; what is compared is bounded."""
+"""Longer than holders take that pack in time."""
 
-_MOST_ANEW = 2
-"""How often a request is read anew: as many steps may be in flight with async scheduling."""
+_ANEW_AFTER_S = (0.2, 2.0)
+"""Waits until a request that differs is read anew: steps in flight may last as long."""
 
 _MOST_IN_VAIN = 3
 """After so many requests of a connection that could not be compared, no other one is tried."""
@@ -47,7 +50,7 @@ class _Outcome:
 
     Attributes:
         num_equal: Windows that are equal.
-        num_wanted: Windows that were to be compared.
+        num_wanted: Windows that were to be compared; 0 if none can be.
         error: Why it ended early; None if it did not, or ran out of time.
     """
 
@@ -56,9 +59,9 @@ class _Outcome:
     error: PartError | None
 
     @property
-    def differs(self) -> DiffersError | None:
+    def differs(self) -> str | None:
         """What differs; None for nothing."""
-        return self.error if isinstance(self.error, DiffersError) else None
+        return str(self.error) if isinstance(self.error, DiffersError) else None
 
     @property
     def is_equal(self) -> bool:
@@ -83,10 +86,10 @@ class Verifier:
         self._stats = stats
         self._tasks = tasks
         self._num_wanted = num_wanted
+        # Connections of which a request is being verified, each with the tasks that wait for that.
+        self._waiting: dict[PeerConnection, list[Task]] = {}
 
-    async def verify(
-        self, request: IncomingRequest, connection: PeerConnection
-    ) -> DiffersError | None:
+    async def verify(self, request: IncomingRequest, connection: PeerConnection) -> str | None:
         """Verify a request that has arrived, if it is one of the first.
 
         Returns:
@@ -95,52 +98,76 @@ class Verifier:
         Raises:
             PartError: It differs, and could not be read anew.
         """
-        is_wanted = connection.num_verified < self._num_wanted
-        claim = Claim.of(request.receive)
-        if claim is None or not is_wanted or connection.num_in_vain >= _MOST_IN_VAIN:
-            return None
-        until_s = self._tasks.now_s + _WITHIN_S
-        until_s = min(until_s, (self._tasks.now_s + request.due_at_s) / 2)
-        differs, found = None, _Outcome(0, 0, None)
-        # Now: those that arrive meanwhile go on.
-        connection.num_verified += 1
+        claim, until_s = Claim.of(request.receive), self._until_s(request)
+        while claim is not None and self._is_wanted(connection):
+            if connection not in self._waiting:
+                return await self._verify(request, connection, claim)
+            if self._tasks.now_s >= until_s:
+                return None
+            self._waiting[connection].append(request.task)
+            await suspended(until_s)
+        return connection.mistake
+
+    def _is_wanted(self, connection: PeerConnection) -> bool:
+        """Return whether a request of a connection is still to be verified."""
+        return (
+            connection.num_verified < self._num_wanted
+            and connection.num_in_vain < _MOST_IN_VAIN
+            and connection.mistake is None
+        )
+
+    def _until_s(self, request: IncomingRequest) -> float:
+        """Return until when a request may be compared from now on."""
+        now_s = self._tasks.now_s
+        return min(now_s + _WITHIN_S, (now_s + request.due_at_s) / 2)
+
+    async def _verify(
+        self, request: IncomingRequest, connection: PeerConnection, claim: Claim
+    ) -> str | None:
+        """Verify a request while others wait; as `verify`."""
+        differs: str | None = None
+        self._waiting[connection] = []
         try:
-            for num_anew in range(1 + _MOST_ANEW):
-                if num_anew:
-                    await self._read_anew(request, connection)
-                found = await self._compare(request, connection, claim, until_s)
-                differs = found.differs or differs
+            found = await self._compare(request, connection, claim)
+            for wait_s in _ANEW_AFTER_S:
                 if found.differs is None:
                     break
+                differs, anew_at_s = found.differs, self._tasks.now_s + wait_s
+                while self._tasks.now_s < anew_at_s:
+                    await suspended(anew_at_s)
+                await self._read_anew(request, connection)
+                found = await self._compare(request, connection, claim)
+            if found.is_equal:
+                connection.num_verified += 1
+                _say_equal(request, found, differs)
+                return None
+            # What has differed is not believed because it could not be compared again.
+            connection.mistake = found.differs or differs
+            if connection.mistake is None:
+                connection.num_in_vain += 1 if found.num_wanted else _MOST_IN_VAIN
+                _say_unverified(request, found)
+            return connection.mistake
         finally:
-            if not found.is_equal:
-                connection.num_verified -= 1
-        if found.is_equal:
-            _say_equal(request, found, differs)
-            return None
-        if differs is None:
-            connection.num_in_vain += 1 if found.num_wanted else _MOST_IN_VAIN
-            _say_unverified(request, found)
-        return differs
+            for each in self._waiting.pop(connection):
+                each.wake()
 
     async def _compare(
-        self,
-        request: IncomingRequest,
-        connection: PeerConnection,
-        claim: Claim,
-        until_s: float,
+        self, request: IncomingRequest, connection: PeerConnection, claim: Claim
     ) -> _Outcome:
-        """Compare what has arrived with what is held, until a time."""
-        area = self._transfers.area
-        parts = [part for each in request.arrived for part in cut_again(each, area, claim)]
+        """Compare what has arrived with what is held."""
+        area, until_s = self._transfers.area, self._until_s(request)
+        cut = [list(cut_again(each, area, claim)) for each in request.arrived]
+        if not any(cut):
+            return _Outcome(0, 0, None)
         checks = RequestReads(request.request_id, request.task)
         try:
-            self._transfers.start(checks, parts, connection)
+            self._transfers.start(checks, chain(*cut), connection)
             while checks.parts and checks.error is None and self._tasks.now_s < until_s:
                 await suspended(until_s)
         finally:
             self._transfers.give_up(checks)
-        return _Outcome(len(checks.arrived), len(parts), checks.error)
+        # What cannot be compared counts as a window.
+        return _Outcome(len(checks.arrived), sum(len(each) or 1 for each in cut), checks.error)
 
     async def _read_anew(self, request: IncomingRequest, connection: PeerConnection) -> None:
         """Read all that has arrived of a request once more, as before.
@@ -155,7 +182,7 @@ class Verifier:
         request.count(self._stats)
 
 
-def _say_equal(request: IncomingRequest, found: _Outcome, differed: DiffersError | None) -> None:
+def _say_equal(request: IncomingRequest, found: _Outcome, differed: str | None) -> None:
     source, name = quote(request.receive.source.engine_id), quote(request.request_id)
     if differed is not None:
         logger.warning(
@@ -179,11 +206,11 @@ def _say_unverified(request: IncomingRequest, found: _Outcome) -> None:
     source, name = quote(request.receive.source.engine_id), quote(request.request_id)
     if not found.num_wanted:
         logger.info(
-            "From engine %s, nothing is verified: an end has no arena for that.",
+            "From engine %s, nothing is verified: an end has no arena, or none that fits.",
             source,
         )
         return
-    why = "not all were packed in time" if found.error is None else one_line(found.error)
+    why = "not all were there in time" if found.error is None else one_line(found.error)
     logger.info(
         "From engine %s, %d of %d windows of request %s were compared: %s.",
         source,
