@@ -182,6 +182,7 @@ class ModelEngine(Engine):
                 "_backends",
                 lambda _, names: {name: self.kinds[name].written_by for name in names},
             )
+            patch.setattr(ReshardWorker, "_make_probe", lambda _: None)
             places = forms.cache_tensors(list(shard.holdings), NUM_BLOCKS, 1)
             worker = ReshardWorker(
                 config, self.engine_id, KVCacheConfig(NUM_BLOCKS, places, groups)

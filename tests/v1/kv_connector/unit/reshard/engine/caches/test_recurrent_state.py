@@ -292,6 +292,7 @@ class HybridEngine(Engine):
                 },
             )
             patch.setattr(state_module, "is_conv_state_dim_first", lambda: self.dim_first)
+            patch.setattr(ReshardWorker, "_make_probe", lambda _: None)
             places = forms.cache_tensors([*tensors], NUM_BLOCKS, self.page_bytes)
             worker = ReshardWorker(
                 config, self.engine_id, KVCacheConfig(NUM_BLOCKS, places, groups)
