@@ -19,6 +19,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vll
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
@@ -65,6 +66,8 @@ def one_rank(place: Path) -> Iterator[None]:
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         patch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(with_sparse))
+        # A class that vLLM does not know it would import in a process of its own first.
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         patch.setattr(workspace, "_manager", None)
         workspace.init_workspace_manager(torch.device("cpu"))
         with set_current_vllm_config(VllmConfig()):

@@ -14,9 +14,10 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
@@ -31,6 +32,8 @@ _MOST_TEXT = 300
 """Most characters of an error of vLLM's."""
 
 _BACKENDS = "vllm.v1.attention.backends"
+
+_Result = TypeVar("_Result")
 
 
 class _AssumedGpu(CpuPlatform):
@@ -98,6 +101,11 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
     if not ENGINES_CAN_BE_ASKED:
         return answer | {"fault": "kv-plan asks vLLM 0.32 and later: give sizes instead of --model"}
+    from vllm.model_executor.models import registry
+
+    # vLLM imports a class that it does not know in a process of its own first, as that may
+    # initialize CUDA. This process imports it in any case, and forks nothing.
+    registry._run_in_subprocess = _run_here
     engines: dict[str, dict[str, Any]] = {}
     try:
         for arguments in question["engines"]:
@@ -108,6 +116,10 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         return answer | {"fault": _in_one_line(error), "final": isinstance(error, ValueError)}
     return answer
+
+
+def _run_here(function: Callable[[], _Result]) -> _Result:
+    return function()
 
 
 def _in_one_line(error: BaseException) -> str:
