@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import uuid
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -69,10 +68,10 @@ def test_files_are_counted():
 def test_all_files_are_open_where_none_is_left_to_look_with(monkeypatch):
     """A worker that looks must not end over that."""
 
-    def fail() -> None:
+    def fail(_: str) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(limits, "_OPEN", SimpleNamespace(iterdir=fail))
+    monkeypatch.setattr(os, "scandir", fail)
     assert count_files() == limits.file_limit()
 
 
@@ -181,6 +180,29 @@ def test_listeners_of_an_agent_are_told_apart(monkeypatch):
                 break
         assert listeners_told(agent.metadata(), others) == own and own
     agent.close()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_only_listeners_at_ports_are_found(family, tmp_path):
+    """As long as they are open; other sockets and files are none, and none is changed."""
+    before = listeners()
+    with (
+        socket.socket(family) as opened,
+        socket.socket(family, socket.SOCK_DGRAM) as datagrams,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
+        try:
+            opened.bind(("", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        datagrams.bind(("", 0))
+        named.bind(str(tmp_path / "named"))
+        named.listen()
+        assert listeners() == before
+        opened.listen()
+        assert listeners() - before == {(opened.fileno(), opened.getsockname()[1])}
+        assert opened.getblocking()
+    assert listeners() == before
 
 
 def test_socket_that_is_needed_is_missed_once_it_is_closed():

@@ -10,16 +10,16 @@ while an agent is made, NIXL waits for ever, or has UCX end the process (1.5.1).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 
-import psutil
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError, LocalLayoutError
@@ -27,7 +27,11 @@ from ..protocol.quoting import one_line, quote
 
 logger = init_logger(__name__)
 
-_OPEN = Path("/proc/self/fd")
+_OPEN = "/proc/self/fd"
+
+_LIBC = ctypes.CDLL(None)
+_MOST_OF_A_NAME = 128
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 FULL = 0.8
 """Share of the limit above which no further engine is met."""
@@ -72,14 +76,19 @@ def within_limit(most: int, share: float, files_each: int) -> int:
 def count_files() -> int:
     """Count this process's open files; returns the limit where none is left to look with."""
     try:
-        return sum(1 for _ in _OPEN.iterdir())
+        return sum(1 for _ in os.scandir(_OPEN))
     except OSError:
         return file_limit()
 
 
-def shortage(share: float = FULL) -> str:
-    """Return why no further engine is met; empty while no more than a share of files is open."""
-    count, limit = count_files(), file_limit()
+def shortage(share: float = FULL, count: int | None = None) -> str:
+    """Return why no further engine is met; empty while no more than a share of files is open.
+
+    Args:
+        share: The share of the limit.
+        count: Open files, if they were counted.
+    """
+    count, limit = count_files() if count is None else count, file_limit()
     return f"{count} of {limit} files are open" if count > share * limit else ""
 
 
@@ -145,11 +154,24 @@ def _count_free(ports: Iterable[int], most: int) -> int:
 
 def listeners() -> set[tuple[int, int]]:
     """Return file descriptor and port of this process's TCP listeners, those of libraries too."""
-    return {
-        (each.fd, each.laddr.port)
-        for each in psutil.Process().net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN
-    }
+    # The tables of /proc/net would tell all of the machine's connections.
+    ports = [(int(each.name), _port_listened_at(int(each.name))) for each in os.scandir(_OPEN)]
+    return {(descriptor, port) for descriptor, port in ports if port is not None}
+
+
+def _port_listened_at(descriptor: int) -> int | None:
+    """Return the port that an open file listens at; None if it does not, or is closed."""
+    # An object of Python's would set the socket to its own mode of blocking.
+    listens, size = ctypes.c_int(), ctypes.c_uint(ctypes.sizeof(ctypes.c_int))
+    named = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+    if _LIBC.getsockopt(descriptor, *named, ctypes.byref(listens), ctypes.byref(size)):
+        return None
+    name = ctypes.create_string_buffer(_MOST_OF_A_NAME)
+    size.value = len(name)
+    if not listens.value or _LIBC.getsockname(descriptor, name, ctypes.byref(size)):
+        return None
+    family = int.from_bytes(name.raw[:2], sys.byteorder)
+    return int.from_bytes(name.raw[2:4], "big") if family in _INTERNET else None
 
 
 def listeners_told(metadata: bytes, others: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -201,8 +223,9 @@ class FileWatch:
                     f"(the limit is {file_limit()}), and no further engine could read from this "
                     "one: raise the limit (ulimit -n), and restart this engine"
                 )
-        self._record(round(count_files() / file_limit(), 2))
-        before, self.shortage = self.shortage, shortage(_FREE_AGAIN if self.shortage else FULL)
+        count, before = count_files(), self.shortage
+        self._record(round(count / file_limit(), 2))
+        self.shortage = shortage(_FREE_AGAIN if before else FULL, count)
         if self.shortage and not before:
             logger.warning(
                 "%s, so that no further engine is met: raise this process's limit (ulimit -n), "
