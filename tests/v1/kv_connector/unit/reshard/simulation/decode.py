@@ -356,10 +356,14 @@ class DecodeEngine(Engine):
                 self._check_renewed(worker, request)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something is being read."""
+        return bool(self.reading or self.running or self.parked)
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is being read any more."""
-        waiting = self.reading or self.running or self.parked
-        return not waiting and super().is_over
+        return not self.is_busy and super().is_over
 
     def _end(self, request: Request) -> None:
         del self.reading[request.request_id]

@@ -165,6 +165,7 @@ class Worker:
         steps: What its engine's thread has handed over, and it has not taken up.
         scheduled: Steps that its engine's thread has not come to.
         announced: Offers on their way past these.
+        due_s: Until when the connector's thread sleeps, if nothing wakes it.
     """
 
     def __init__(self, world: World, engine: Engine, shard: Shard) -> None:
@@ -199,8 +200,8 @@ class Worker:
         self.announced: deque[Announcement] = deque()
         self.jobs = Later(Thread())
         self._woken = False
-        # Until when the connector's thread sleeps, if nothing wakes it. It begins with a poll.
-        self._due_s: float | None = world.now_s
+        # It begins with a poll.
+        self.due_s: float | None = world.now_s
         # Peers that others have cost their lane, while requests were read from them.
         self._draining: dict[PeerConnection, None] = {}
         # In pieces of work, one for each time that somebody asks.
@@ -296,7 +297,7 @@ class Worker:
                 )
                 check(self.world.now_s >= until_s, early)
         self._count_served()
-        self._due_s = self.transfer_engine.next_due_s(self.world.now_s)
+        self.due_s = self.transfer_engine.next_due_s(self.world.now_s)
         return report
 
     def _waits_until_s(self, lane: Lane) -> float:
@@ -365,7 +366,7 @@ class Worker:
             return True
         if transfer_engine.has_backlog or transfer_engine.is_moving or transfer_engine.is_packing:
             return True
-        return self._due_s is not None and self._due_s <= self.world.now_s
+        return self.due_s is not None and self.due_s <= self.world.now_s
 
     def _wake(self) -> None:
         self._woken = True
@@ -534,6 +535,11 @@ class Engine:
 
     def hear(self, worker: Worker, report: WorkerReport) -> None:
         """A worker has ended a turn."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has requests, which it serves in steps."""
+        raise NotImplementedError
 
     @property
     def is_over(self) -> bool:

@@ -287,9 +287,14 @@ class PrefillEngine(Engine):
                 self._end(offer)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something is held."""
+        return bool(self.offers)
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is held any more."""
-        return not self.offers and super().is_over
+        return not self.is_busy and super().is_over
 
     def _end(self, offer: Offer) -> None:
         self.publisher.end(offer.ticket.request_id, "it is over")

@@ -17,7 +17,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard as connector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check, limits
 
 NUM_SCHEDULES_OF_MAKE_TEST = 1200
 """Half a minute of one core. `make simulate` runs as many as it is told."""
@@ -36,6 +36,7 @@ def simulated() -> Iterator[None]:
         with (
             devices(),
             mock.patch.object(lease_check, "_NUM_CHECKS", 4),
+            mock.patch.object(limits, "count_files", lambda: 1),
             _small_windows(),
             mock.patch.object(logging.Logger, "exception", _unforeseen),
             mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),

@@ -9,6 +9,7 @@ nothing may be left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -556,7 +557,7 @@ class Simulation:
             self._do_all()
             if all(engine.is_over for engine in self.engines):
                 break
-            self.world.now_s += wait_s
+            self.world.now_s = max(self.world.now_s + wait_s, self._next_due_s())
             self._note(f"now {self.world.now_s:.3f}")
         for engine in self.engines:
             check(engine.is_over, f"{engine.engine_id} is not over: {_rest(engine)}")
@@ -574,6 +575,13 @@ class Simulation:
             self._count(engine)
             engine.close()
         check(not self.world.wire.agents, f"still open: {sorted(self.world.wire.agents)}")
+
+    def _next_due_s(self) -> float:
+        """When the first worker wakes, if nobody else has anything to do; else the beginning."""
+        if any(engine.is_busy for engine in self.engines):
+            return 0.0
+        due_s = [each.due_s for each in self._workers() if each.due_s is not None]
+        return min((each for each in due_s if each < math.inf), default=0.0)
 
     def _do_all(self) -> None:
         """Everything that a healed world does by itself."""
@@ -617,7 +625,7 @@ class Simulation:
         An engine that holds something takes steps, and its workers hear of them. Others are called
         by nobody, and have to know when they are due.
         """
-        if isinstance(worker.engine, PrefillEngine):
+        if isinstance(worker.engine, PrefillEngine) and worker.engine.offers:
             worker.turn(ticks=True)
         for _ in range(_MOST_TURNS):
             if not worker.is_awake:
@@ -631,9 +639,10 @@ class Simulation:
         """A turn of a worker that sleeps posts no read.
 
         In one schedule of two: the turn could do what should have woken the worker. It may find
-        that a read has ended which nobody waits for any more, and is looked at now and then.
+        that a read has ended which nobody waits for any more, and is looked at now and then. Who
+        has no request has nothing to read.
         """
-        if self.seed % 2:
+        if self.seed % 2 and len(worker.transfer_engine.consumer):
             reads = list(self.world.wire.reads)
             worker.turn(ticks=False)
             asleep = f"{worker.name} sleeps though there was something to read"

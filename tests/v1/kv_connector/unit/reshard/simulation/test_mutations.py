@@ -392,6 +392,7 @@ PACKED = {
 """Many windows, of which readers ask at once."""
 
 WEIGHTS = {
+    blocks_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
     spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
     hung_reads_of_failed_requests_have_no_deadline: {"hang": 6.0, "lose_read": 8.0},
     lookups_that_nobody_wants_break_nothing_off: {"hang": 6.0, "fail_read": 8.0},
