@@ -165,6 +165,8 @@ def test_prompts_that_were_evicted_are_loaded_and_handed_over(
     before = stack.decode.nixl_counters()
     for label, answer in right.items():
         assert stack.handed_over(stored(label)) == answer
+        # With what it has loaded, which the decode engine does not always read.
+        assert stack.ask(stack.prefill, stored(label)).tokens == answer
     num_blocks = NUM_PROMPTS * PROMPT_BLOCKS
     stack.assert_loaded(stack.prefill, loaded[0], num_blocks)
     stack.assert_loaded(stack.decode, loaded[1], 0 if stack.is_first else num_blocks)
@@ -216,20 +218,35 @@ def test_load_that_hangs_holds_up_no_read(stack: Offloading, right: dict[int, li
     stack.assert_nothing_failed()
 
 
-def test_prefill_engine_that_dies_of_a_load_costs_the_decode_engine_nothing(
-    stack: Offloading, right: dict[int, list[int]]
-) -> None:
-    """What it had offered is computed, and what hosts have is loaded meanwhile; it comes last."""
-    offered = prompt_of(30, PROMPT_TOKENS)
-    answer = stack.unaided(offered)
-    params = stack.prefilled(offered)
-    with stack.loads(stack.prefill, "raise"), pytest.raises(httpx.HTTPError):
-        stack.prefilled(stored(0))
+def test_read_that_fails_costs_no_load(stack: Offloading, right: dict[int, list[int]]) -> None:
+    """Its prompt is computed, while what the host has is loaded."""
+    prompt = prompt_of(30, PROMPT_TOKENS)
+    answer = stack.unaided(prompt)
+    of_another = stack.prefilled(prompt_of(31, PROMPT_TOKENS))
     before, loaded = stack.decode.nixl_counters(), metric(stack.decode, LOADED)
     with ThreadPoolExecutor(3) as pool:
-        read = pool.submit(stack.ask, stack.decode, offered, kv_transfer_params=params)
+        read = pool.submit(stack.ask, stack.decode, prompt, kv_transfer_params=of_another)
         loads = [pool.submit(stack.from_host, stored(label)) for label in (0, 1)]
         assert [each.result() for each in loads] == [right[0], right[1]]
         assert read.result().tokens == answer
-    assert (stack.decode.nixl_counters() - before).failed_reads > 0
+    wait_until(
+        lambda: (stack.decode.nixl_counters() - before).failed_reads,
+        "the report of the failed read",
+        REPORT_LIMIT_S,
+    )
     assert metric(stack.decode, LOADED) > loaded
+
+
+def test_prefill_engine_that_dies_of_a_load_costs_its_own_requests(
+    stack: Offloading, right: dict[int, list[int]]
+) -> None:
+    """The decode engine goes on loading and computing; it comes last."""
+    prompt = prompt_of(40, PROMPT_TOKENS)
+    answer = stack.unaided(prompt)
+    # So that it has left the prefill engine's cache.
+    for label in (2, 3):
+        stack.ask(stack.prefill, stored(label))
+    with stack.loads(stack.prefill, "raise"), pytest.raises(httpx.HTTPError):
+        stack.prefilled(stored(0))
+    assert stack.from_host(stored(0)) == right[0]
+    assert stack.from_host(prompt) == answer
