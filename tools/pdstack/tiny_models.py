@@ -18,6 +18,7 @@ from typing import Any
 from .engine import ServedModel
 
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+_IMAGE = "<image>"
 _CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
 _VOCABULARY = 192
 """Of the model; more than the tokenizer has, so that many TP sizes divide it, padded or not."""
@@ -220,6 +221,60 @@ def write_tiny_deepseek2(
     return replace(written, engine_args=_CPU_MLA_ARGS, block_tokens=_CPU_MLA_BLOCK_TOKENS)
 
 
+def write_tiny_llava(directory: Path, *, seed: int = 0) -> ServedModel:
+    """Write a LLaVA, which sees an image of any size as 16 tokens.
+
+    Args:
+        directory: Where to; made if it is not there.
+        seed: Other weights for another number.
+    """
+    import safetensors.torch
+    import torch
+    import transformers
+
+    side, patch, hidden_size = 32, 8, 64
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**common_sizes(4)),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            projection_dim=hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=side,
+            patch_size=patch,
+        ),
+        image_token_index=len(_SPECIAL_TOKENS) + len(_CHARACTERS),
+        image_seq_length=(side // patch) ** 2,
+    )
+    with torch.random.fork_rng():
+        # What has one dimension and is no norm's stays as it is made.
+        torch.manual_seed(seed)
+        model = transformers.LlavaForConditionalGeneration(config)
+    written = _write(directory, model, seed)
+    file = directory / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    # As published checkpoints name them, and vLLM reads them; transformers 5 has other names.
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    safetensors.torch.save_file(
+        {name.replace(old, new, 1): weight for name, weight in weights.items()},
+        file,
+        metadata={"format": "pt"},
+    )
+    transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+        ),
+        tokenizer=write_tokenizer(directory, _IMAGE),
+        patch_size=patch,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        image_token=_IMAGE,
+        # That of the whole image, which is left out again.
+        num_additional_image_tokens=1,
+    ).save_pretrained(directory)
+    return written
+
+
 def common_sizes(
     num_layers: int, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 32
 ) -> dict[str, Any]:
@@ -271,12 +326,16 @@ def silence_what_is_no_character(lm_head: Any) -> None:
     lm_head[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer that takes characters one by one."""
+def write_tokenizer(directory: Path, *more: str) -> Any:
+    """Write a tokenizer that takes characters one by one, and return it.
+
+    Args:
+        more: Tokens behind those of characters, which are taken whole.
+    """
     import tokenizers
     import transformers
 
-    tokens = [*_SPECIAL_TOKENS, *_CHARACTERS]
+    tokens = [*_SPECIAL_TOKENS, *_CHARACTERS, *more]
     characters = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             {token: number for number, token in enumerate(tokens)}, [], unk_token="<unk>"
@@ -288,8 +347,10 @@ def write_tokenizer(directory: Path) -> None:
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
+        additional_special_tokens=list(more),
         clean_up_tokenization_spaces=False,
         model_max_length=_MAX_POSITIONS,
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
+    return tokenizer

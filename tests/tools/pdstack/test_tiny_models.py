@@ -18,6 +18,7 @@ from tools.pdstack.tiny_models import (
     write_tiny_falcon_h1,
     write_tiny_gemma3,
     write_tiny_llama,
+    write_tiny_llava,
     write_tiny_qwen3_next,
 )
 
@@ -45,7 +46,7 @@ def answer(directory: Path, texts: list[str], num_tokens: int = 24) -> list[str]
     return tokenizer.batch_decode(answers)
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [*WRITERS, write_tiny_llava])
 def test_weights_depend_on_the_seed_only(tmp_path: Path, write: Writer) -> None:
     """Two directories of one seed hold the same bytes, those of another seed do not."""
     one, other, third = (
