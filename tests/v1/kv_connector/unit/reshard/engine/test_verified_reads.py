@@ -39,7 +39,7 @@ EQUAL = "were read again and compared, and are equal."
 def _waits(monkeypatch):
     """A loaded machine may take long until it has packed; no step is in flight for long."""
     monkeypatch.setattr(packed_windows, "PACKED_WITHIN_S", DEADLINE_S)
-    monkeypatch.setattr(verifying, "_ANEW_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(verifying, "_PAUSES_S", (0.0, 0.0))
 
 
 class Pair:

@@ -37,8 +37,8 @@ logger = init_logger(__name__)
 _WITHIN_S = 5.0
 """Longer than holders take that pack in time."""
 
-_ANEW_AFTER_S = (0.2, 2.0)
-"""Waits until a request that differs is read anew: steps in flight may last as long."""
+_PAUSES_S = (0.2, 2.0)
+"""Pauses before a request that differs is read anew: steps in flight may last as long."""
 
 _MOST_IN_VAIN = 3
 """After so many requests of a connection that could not be compared, no other one is tried."""
@@ -129,10 +129,10 @@ class Verifier:
         self._waiting[connection] = []
         try:
             found = await self._compare(request, connection, claim)
-            for wait_s in _ANEW_AFTER_S:
+            for pause_s in _PAUSES_S:
                 if found.differs is None:
                     break
-                differs, anew_at_s = found.differs, self._tasks.now_s + wait_s
+                differs, anew_at_s = found.differs, self._tasks.now_s + pause_s
                 while self._tasks.now_s < anew_at_s:
                     await suspended(anew_at_s)
                 await self._read_anew(request, connection)
