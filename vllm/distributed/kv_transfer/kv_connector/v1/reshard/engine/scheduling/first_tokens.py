@@ -323,12 +323,14 @@ def _is_default(sampling: SamplingParams, name: str) -> bool:
 def _fits_grammar(request: Request, token: int) -> bool:
     """Advance a request's grammar by its first token; return False if it does not allow it.
 
-    The grammar is there: vLLM had none read before. Not each can go on once it was told a token
-    that it does not allow.
+    Not each can go on once it was told a token that it does not allow.
     """
     if (structured := request.structured_output_request) is None:
         return True
     grammar = structured.grammar
+    if grammar is None or isinstance(grammar, Exception):
+        # vLLM reads nothing before it is there.
+        return False
     return bool(
         grammar.validate_tokens([token]) and grammar.accept_tokens(request.request_id, [token])
     )
