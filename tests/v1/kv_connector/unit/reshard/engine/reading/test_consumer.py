@@ -80,7 +80,7 @@ class Connection:
         self.legs: list[object] = []
         self.lease_tables: dict[str, object] = {}
         self.releases: list[tuple[str, int]] = []
-        self.num_verified = 0
+        self.num_verified, self.mistake = 0, None
         self.unreached: list[object] = []
 
     def connect_next(self) -> bool:
