@@ -24,7 +24,6 @@ from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, post, text_of
 from tests.e2e.turns import OFFER
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.engine import EngineSpec, KVTransfer
-from tools.pdstack.layout import Layout
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llava
 
@@ -41,13 +40,13 @@ class Encoding:
 
     Attributes:
         files: Where the encoder engine writes what images came to.
-        prefills: By layout.
+        prefill: Of two stages.
     """
 
     model: str
     files: Path
     encoder: Engine
-    prefills: dict[Layout, Engine]
+    prefill: Engine
     decode: Engine
 
     def ask(self, engine: Engine, message: Message, **fields: Any) -> dict[str, Any]:
@@ -76,23 +75,21 @@ class Encoding:
         self.ask(self.encoder, images, max_tokens=1)
         return sorted(set(self.files.glob("*/*")) - before)
 
-    def handed_over(self, message: Message, layout: Layout) -> list[int]:
-        """Return the decode engine's answer to what a prefill engine has computed."""
-        params = self.ask(self.prefills[layout], message, max_tokens=1, kv_transfer_params=OFFER)[
-            "kv_transfer_params"
-        ]
+    def handed_over(self, message: Message) -> list[int]:
+        """Return the decode engine's answer to what the prefill engine has computed."""
+        prefilled = self.ask(self.prefill, message, max_tokens=1, kv_transfer_params=OFFER)
+        params = prefilled["kv_transfer_params"]
         return tokens_of(self.ask(self.decode, message, kv_transfer_params=params))
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoding]:
-    """Start an encoder engine, prefill engines of two stages and two ranks, a decode engine."""
+    """Start an encoder engine, a prefill engine of two stages, and a decode engine."""
     model = write_tiny_llava(tmp_path_factory.mktemp("tiny") / "llava")
     files = tmp_path_factory.mktemp("files")
     few = ("--num-gpu-blocks-override", "32", "--limit-mm-per-prompt", '{"image": 3}')
-    layouts = (STAGES,)
     with PDStack(model, tmp_path_factory.mktemp("run")) as stack:
-        encoder, decode, *prefills = stack.start_engines(
+        encoder, decode, prefill = stack.start_engines(
             EngineSpec(
                 "encoder",
                 ONE,
@@ -102,20 +99,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoding]:
                 module_dirs=MODULES,
             ),
             EngineSpec("decode", ONE, KVTransfer(), few, max_model_len=1024, module_dirs=MODULES),
-            *(
-                EngineSpec(
-                    f"prefill-{layout}",
-                    layout,
-                    KVTransfer(),
-                    (*few, *encodings(files, "ec_consumer")),
-                    max_model_len=1024,
-                    module_dirs=MODULES,
-                )
-                for layout in layouts
+            EngineSpec(
+                "prefill",
+                STAGES,
+                KVTransfer(),
+                (*few, *encodings(files, "ec_consumer")),
+                max_model_len=1024,
+                module_dirs=MODULES,
             ),
         )
-        by_layout = dict(zip(layouts, prefills, strict=True))
-        yield Encoding(model.name, files, encoder, by_layout, decode)
+        yield Encoding(model.name, files, encoder, prefill, decode)
 
 
 def encodings(files: Path, role: str) -> tuple[str, ...]:
@@ -146,12 +139,10 @@ def message_of(text: str, *images: int) -> Message:
     return [*parts, {"type": "text", "text": text}]
 
 
-@pytest.mark.parametrize("layout", [STAGES], ids=str)
-def test_answers_to_images_equal_one_engines(engines: Encoding, layout: Layout) -> None:
+def test_answers_to_images_equal_one_engines(engines: Encoding) -> None:
     """One image, several, the same again with another text, and none."""
-    base = 100 * layout.tp_size
     messages = [
-        message_of(text_of(f"{layout} {number}", length), *(base + each for each in images))
+        message_of(text_of(f"images {number}", length), *images)
         for number, (length, images) in enumerate(
             [(40, (1,)), (2 * BLOCK_TOKENS, (2, 3)), (300, (1, 2)), (3 * BLOCK_TOKENS, (4, 4, 5))]
         )
@@ -161,10 +152,10 @@ def test_answers_to_images_equal_one_engines(engines: Encoding, layout: Layout) 
     encoded = []
     for message, right in zip(messages, answers, strict=True):
         encoded += engines.encode(message)
-        assert engines.handed_over(message, layout) == right
+        assert engines.handed_over(message) == right
     assert len(encoded) == 5
-    text = message_of(text_of(f"{layout} without", 200))
-    assert engines.handed_over(text, layout) == engines.unaided(text)
+    text = message_of(text_of("without images", 200))
+    assert engines.handed_over(text) == engines.unaided(text)
     wait_until(
         lambda: (engines.decode.nixl_counters() - before).transfers >= 2 * 5,
         "the reads from both workers",
@@ -174,13 +165,12 @@ def test_answers_to_images_equal_one_engines(engines: Encoding, layout: Layout) 
     assert counters.failed_reads == counters.failed_notifications == 0
 
 
-@pytest.mark.parametrize("layout", [STAGES], ids=str)
-def test_prefill_engine_computes_with_what_was_encoded(engines: Encoding, layout: Layout) -> None:
+def test_prefill_engine_computes_with_what_was_encoded(engines: Encoding) -> None:
     """Where that is another image's, so is the answer."""
-    text = text_of(f"{layout} swapped", 200)
-    one, other = (message_of(text, 1000 * layout.tp_size + each) for each in range(2))
+    text = text_of("swapped", 200)
+    one, other = (message_of(text, each) for each in (1000, 1001))
     answers = [engines.unaided(message) for message in (one, other)]
     assert answers[0] != answers[1]
     (of_one,), (of_other,) = engines.encode(one), engines.encode(other)
     shutil.copy(of_other, of_one)
-    assert engines.handed_over(one, layout) == answers[1]
+    assert engines.handed_over(one) == answers[1]

@@ -53,19 +53,7 @@ class Publishing(Turns):
 
     def routed(self, prompt: list[int]) -> list[int]:
         """Return the pair's answer."""
-        body = {
-            "model": self.pdstack.model.name,
-            "prompt": prompt,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "max_tokens": self.answer_tokens,
-        }
-        url = f"{self.router.url}/v1/completions"
-        reply = httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
-        reply.raise_for_status()
-        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
-        return tokens
+        return self.ask(self.router, prompt).tokens
 
     def num_published(self, engine: Engine, prompt: list[int]) -> int:
         """Return how many of a prompt's first blocks an engine says that it has."""

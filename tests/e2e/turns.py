@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.pairs import REQUEST_LIMIT_S
-from tools.pdstack.stack import Engine, PDStack
+from tools.pdstack.stack import Engine, PDStack, Router
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -40,8 +40,8 @@ class Turns:
     decode: Engine
     answer_tokens: int
 
-    def ask(self, engine: Engine, prompt: list[int], **fields: Any) -> Answer:
-        """Return an engine's answer to token ids."""
+    def ask(self, engine: Engine | Router, prompt: list[int], **fields: Any) -> Answer:
+        """Return the answer to token ids of an engine, or of those behind a router."""
         body = {
             "model": self.pdstack.model.name,
             "prompt": prompt,
