@@ -270,12 +270,14 @@ class NixlAgent:
             )
         transfer = Transfer(remote.peer, handle)
         self._reads.add(transfer)
-        self._has_failed, has_failed = True, self._has_failed
-        with _remedied(what, LOOK_THERE, InDoubtError):
-            state = self._agent.transfer(handle)
-        if state == "ERR":
-            raise InDoubtError(f"{one_line(what)}: {LOOK_THERE}")
-        self._has_failed = has_failed
+        try:
+            with _remedied(what, LOOK_THERE, InDoubtError):
+                state = self._agent.transfer(handle)
+            if state == "ERR":
+                raise InDoubtError(f"{one_line(what)}: {LOOK_THERE}")
+        except InDoubtError:
+            self._has_failed = True
+            raise
         transfer.ended_at_once = state == "DONE"
         return transfer
 

@@ -87,7 +87,7 @@ class Verifier:
         self._tasks = tasks
         self._num_wanted = num_wanted
         # Connections of which a request is being verified, each with the tasks that wait for that.
-        self._waiting: dict[PeerConnection, list[Task]] = {}
+        self._waiting: dict[PeerConnection, dict[Task, None]] = {}
 
     async def verify(self, request: IncomingRequest, connection: PeerConnection) -> str | None:
         """Verify a request that has arrived, if it is one of the first.
@@ -104,7 +104,7 @@ class Verifier:
                 return await self._verify(request, connection, claim)
             if self._tasks.now_s >= until_s:
                 return None
-            self._waiting[connection].append(request.task)
+            self._waiting[connection][request.task] = None
             await suspended(until_s)
         return connection.mistake
 
@@ -126,7 +126,7 @@ class Verifier:
     ) -> str | None:
         """Verify a request while others wait; as `verify`."""
         differs: str | None = None
-        self._waiting[connection] = []
+        self._waiting[connection] = {}
         try:
             found = await self._compare(request, connection, claim)
             for pause_s in _PAUSES_S:
