@@ -51,9 +51,11 @@ class Producer:
 
 
 @contextmanager
-def serving_producer(head_size: int, port: int = 0) -> Iterator[Producer]:
-    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`."""
-    with _started(_serve, head_size, port) as (process, pipe):
+def serving_producer(
+    head_size: int, port: int = 0, *, transports: str = "tcp", **layout: int
+) -> Iterator[Producer]:
+    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`, in a layout of its engine."""
+    with _started(_serve, head_size, port, transports, layout) as (process, pipe):
         yield Producer(process, pipe.recv(), pipe)
 
 
@@ -74,6 +76,12 @@ class Reader:
         self.until_it_reads()
         self._expect("read")
 
+    def read_again(self) -> None:
+        """Have it ask for another request, which fails; wait until the process has ended."""
+        self._pipe.send("again")
+        self._expect("failed")
+        self.process.join(DEADLINE_S)
+
     def end(self) -> None:
         """Have it close its engine, and wait until it has begun to."""
         self._pipe.send("end")
@@ -89,6 +97,14 @@ def reading_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Rea
     """Start a process that is connected with an engine, and may read `BLOCKS` from it."""
     with _started(_read, source, head_size) as (process, pipe):
         assert pipe.recv() == "connected"
+        yield Reader(process, pipe)
+
+
+@contextmanager
+def outliving_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Reader]:
+    """Start a process that has read `p-a` of an engine, which may go before it asks for `p-b`."""
+    with _started(_outlive, source, head_size) as (process, pipe):
+        assert pipe.recv() == "read"
         yield Reader(process, pipe)
 
 
@@ -135,17 +151,41 @@ def _read(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> None
     engine.close()
 
 
-def _serve(pipe: Connection, head_size: int, port: int) -> None:
+def _outlive(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> None:
+    """Read a request, and ask for another when told, which fails."""
+    # Four threads, as workers have them: without one, UCX had nothing left of what failed.
+    engine = Engine("decode", head_size=head_size, num_threads=4, verify_reads=0)
+    progress = Progress(engine)
+
+    def ask(name: str) -> None:
+        wanted = receive(source, [3, 4, 1], BLOCKS, remote_request_id=f"p-{name}")
+        engine.start(receive={f"d-{name}": wanted})
+        progress.until(engine, received=f"d-{name}")
+
+    ask("a")
+    pipe.send("read")
+    assert pipe.recv() == "again"
+    (transfer_engine,) = engine.transfer_engines.values()
+    (lane,) = transfer_engine.peers.lanes.ready
+    ask("b")
+    wait_until(lambda: not lane.agent.is_open)
+    pipe.send("failed")
+    engine.close()
+
+
+def _serve(
+    pipe: Connection, head_size: int, port: int, transports: str, layout: dict[str, int]
+) -> None:
     """Hold the requests until the process is ended."""
-    # A read of a process that has been stopped does not get on, whatever memory is shared.
-    os.environ["UCX_TLS"] = "tcp"
-    engine = Engine("prefill", head_size=head_size)
+    # Over TCP, a read of a process that has been stopped does not get on.
+    os.environ["UCX_TLS"] = transports
+    engine = Engine("prefill", head_size=head_size, **layout)
     address = engine.serve(port)
     fill(engine, BLOCKS)
     engine.offer("p-a", "p-b", lease_s=2 * DEADLINE_S)
     pipe.send(address)
-    (worker,) = engine.workers.values()
     while True:
-        for request_id in worker.collect().take_finished()[0]:
-            pipe.send(request_id)
+        for worker in engine.workers.values():
+            for request_id in worker.collect().take_finished()[0]:
+                pipe.send(request_id)
         time.sleep(1e-3)

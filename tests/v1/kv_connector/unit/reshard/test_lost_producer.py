@@ -30,6 +30,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 from tests.v1.kv_connector.unit.reshard.producer_process import (
     BLOCKS,
     Producer,
+    outliving_process,
     reading_process,
     serving_producer,
 )
@@ -97,6 +98,19 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
     assert line.startswith("Handshake with engine prefill at 127.0.0.1:")
     assert " failed, and with it request d-b: " in line and "nothing listens there" in line
+
+
+def test_killed_producer_of_several_workers_is_no_end_of_a_reader_on_its_host():
+    """UCX aborted processes that closed an agent whose endpoints of shared memory had failed."""
+    layout = {"pp": 2, "num_threads": 4}
+    with (
+        serving_producer(SMALL, transports="all", **layout) as producer,
+        outliving_process(producer.address, SMALL) as reader,
+    ):
+        producer.process.kill()
+        producer.process.join()
+        reader.read_again()
+        assert reader.process.exitcode == 0
 
 
 @pytest.mark.parametrize("way", ["cut", "restarted", "every read fails"])
