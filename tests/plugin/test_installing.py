@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import venv
@@ -13,27 +14,37 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from pip._internal.build_env import get_runnable_pip
 from reshard_build.plugin import read_plugin
 from wheel.wheelfile import WheelFile
 
 from tests.plugin.conftest import PROJECT
 
+PIP = get_runnable_pip()
+"""What pip runs with another interpreter (`--python`), without that it starts twice."""
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Path:
+
+@pytest.fixture(scope="module")
+def vendors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with a build of vLLM under a vendor's name.
 
     It is of one module, and has the command that the fork has.
     """
-    directory = tmp_path / "venv"
-    venv.create(directory)
+    directory = tmp_path_factory.mktemp("vendors")
+    venv.create(directory / "venv")
     files = {
         "vllm/__init__.py": "__version__ = '0.32.0'\n",
         "acme_vllm-0.32.0.data/scripts/kv-plan": "#!python\n",
     }
-    wheel = write_wheel(tmp_path, "acme-vllm", "0.32.0", files)
-    pip(directory, "install", "--no-index", str(wheel))
-    return directory
+    wheel = write_wheel(directory, "acme-vllm", "0.32.0", files)
+    pip(directory / "venv", "install", "--no-index", str(wheel))
+    return directory / "venv"
+
+
+@pytest.fixture
+def environment(vendors: Path, tmp_path: Path) -> Path:
+    """The same, for one test."""
+    return shutil.copytree(vendors, tmp_path / "venv", symlinks=True)
 
 
 def write_wheel(directory: Path, name: str, version: str, files: dict[str, str]) -> Path:
@@ -50,9 +61,9 @@ def write_wheel(directory: Path, name: str, version: str, files: dict[str, str])
 
 
 def pip(environment: Path, *arguments: str) -> str:
-    """Run pip on the environment; return what it says."""
-    command = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+    """Run pip in the environment, which has none; return what it says."""
+    command = [str(environment / "bin/python"), PIP, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout
 
 
