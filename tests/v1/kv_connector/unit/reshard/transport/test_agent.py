@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import uuid
+from multiprocessing.connection import Connection
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,6 +15,7 @@ import psutil
 import pytest
 from vllm.distributed.nixl_utils import NixlWrapper
 
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalLayoutError,
@@ -221,17 +222,26 @@ def test_backend_that_nixl_does_not_have_is_refused_by_name():
 
 def test_backend_that_cannot_be_opened_is_refused_with_the_settings():
     """As where UCX_TLS leaves no transport; in a process of its own, as UCX reads it once."""
-    program = (
-        f"from {NixlAgent.__module__} import NixlAgent\n"
-        "try:\n    NixlAgent('a')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
-    )
-    env = {**os.environ, "UCX_TLS": "none-such"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=True
-    )
-    (line,) = [each for each in done.stdout.splitlines() if each.startswith("LocalLayoutError")]
-    assert "NIXL cannot open its backends: NIXL_ERR_BACKEND: see what UCX" in line
-    assert "correct UCX_TLS, UCX_NET_DEVICES" in line
+    ours, theirs = forking().Pipe()
+    process = forking().Process(target=_open_without_transports, args=(theirs,))
+    process.start()
+    theirs.close()
+    with ours:
+        assert ours.poll(ANSWER_S), "it is not refused"
+        error = ours.recv()
+    process.join()
+    assert isinstance(error, LocalLayoutError)
+    assert "NIXL cannot open its backends: NIXL_ERR_BACKEND: see what UCX" in str(error)
+    assert "correct UCX_TLS, UCX_NET_DEVICES" in str(error)
+
+
+def _open_without_transports(pipe: Connection) -> None:
+    """Say what opening an agent raises."""
+    os.environ["UCX_TLS"] = "none-such"
+    try:
+        NixlAgent("a")
+    except Exception as error:
+        pipe.send(error)
 
 
 def test_backends_are_tried_in_a_process_of_their_own(monkeypatch):
