@@ -14,14 +14,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from pip._internal.build_env import get_runnable_pip
 from reshard_build.plugin import read_plugin
 from wheel.wheelfile import WheelFile
 
 from tests.plugin.conftest import PROJECT
-
-PIP = get_runnable_pip()
-"""What pip runs with another interpreter (`--python`), without that it starts twice."""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +57,9 @@ def write_wheel(directory: Path, name: str, version: str, files: dict[str, str])
 
 
 def pip(environment: Path, *arguments: str) -> str:
-    """Run pip in the environment, which has none; return what it says."""
-    command = [str(environment / "bin/python"), PIP, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    """Run pip on the environment; return what it says."""
+    command = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
     return done.stdout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,7 +19,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     receive,
     wait_until,
 )
-from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
+from tests.v1.kv_connector.unit.reshard.forking import started
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
@@ -52,10 +52,10 @@ class Producer:
 
 @contextmanager
 def serving_producer(
-    head_size: int, port: int = 0, *, transports: str = "tcp", **layout: int
+    head_size: int, port: int = 0, *, transports: str = "tcp", **options: int
 ) -> Iterator[Producer]:
-    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`, in a layout of its engine."""
-    with _started(_serve, head_size, port, transports, layout) as (process, pipe):
+    """Start a process that holds `BLOCKS` as `p-a` and as `p-b`; its engine has the options."""
+    with started(_serve, head_size, port, transports, options) as (process, pipe):
         yield Producer(process, pipe.recv(), pipe)
 
 
@@ -95,7 +95,7 @@ class Reader:
 @contextmanager
 def reading_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Reader]:
     """Start a process that is connected with an engine, and may read `BLOCKS` from it."""
-    with _started(_read, source, head_size) as (process, pipe):
+    with started(_read, source, head_size) as (process, pipe):
         assert pipe.recv() == "connected"
         yield Reader(process, pipe)
 
@@ -103,29 +103,9 @@ def reading_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Rea
 @contextmanager
 def outliving_process(source: RemoteEngineAddress, head_size: int) -> Iterator[Reader]:
     """Start a process that has read `p-a` of an engine, which may go before it asks for `p-b`."""
-    with _started(_outlive, source, head_size) as (process, pipe):
+    with started(_outlive, source, head_size) as (process, pipe):
         assert pipe.recv() == "read"
         yield Reader(process, pipe)
-
-
-@contextmanager
-def _started(
-    target: Callable[..., None], *arguments: object
-) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Start a process that is given a pipe; gives it once it has said something over that."""
-    context = forking()
-    ours, theirs = context.Pipe()
-    # It has a process of its own, too.
-    process = context.Process(target=target, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(ANSWER_S), "the process does not answer"
-        yield process, ours
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
 
 
 def _read(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> None:
@@ -175,12 +155,12 @@ def _outlive(pipe: Connection, source: RemoteEngineAddress, head_size: int) -> N
 
 
 def _serve(
-    pipe: Connection, head_size: int, port: int, transports: str, layout: dict[str, int]
+    pipe: Connection, head_size: int, port: int, transports: str, options: dict[str, int]
 ) -> None:
     """Hold the requests until the process is ended."""
     # Over TCP, a read of a process that has been stopped does not get on.
     os.environ["UCX_TLS"] = transports
-    engine = Engine("prefill", head_size=head_size, **layout)
+    engine = Engine("prefill", head_size=head_size, **options)
     address = engine.serve(port)
     fill(engine, BLOCKS)
     engine.offer("p-a", "p-b", lease_s=2 * DEADLINE_S)

@@ -102,9 +102,8 @@ def test_killed_producer_costs_its_request_and_is_told_once(
 
 def test_killed_producer_of_several_workers_is_no_end_of_a_reader_on_its_host():
     """UCX aborted processes that closed an agent whose endpoints of shared memory had failed."""
-    layout = {"pp": 2, "num_threads": 4}
     with (
-        serving_producer(SMALL, transports="all", **layout) as producer,
+        serving_producer(SMALL, transports="all", pp=2, num_threads=4) as producer,
         outliving_process(producer.address, SMALL) as reader,
     ):
         producer.process.kill()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from vllm.distributed.nixl_utils import NixlWrapper
 
-from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
+from tests.v1.kv_connector.unit.reshard.forking import started
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalLayoutError,
@@ -222,14 +222,8 @@ def test_backend_that_nixl_does_not_have_is_refused_by_name():
 
 def test_backend_that_cannot_be_opened_is_refused_with_the_settings():
     """As where UCX_TLS leaves no transport; in a process of its own, as UCX reads it once."""
-    ours, theirs = forking().Pipe()
-    process = forking().Process(target=_open_without_transports, args=(theirs,))
-    process.start()
-    theirs.close()
-    with ours:
-        assert ours.poll(ANSWER_S), "it is not refused"
-        error = ours.recv()
-    process.join()
+    with started(_open_without_transports) as (_, pipe):
+        error = pipe.recv()
     assert isinstance(error, LocalLayoutError)
     assert "NIXL cannot open its backends: NIXL_ERR_BACKEND: see what UCX" in str(error)
     assert "correct UCX_TLS, UCX_NET_DEVICES" in str(error)

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, forking
+from tests.v1.kv_connector.unit.reshard.forking import ANSWER_S, started
 from tests.v1.kv_connector.unit.reshard.transport.backends import BACKENDS, available
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from tests.v1.kv_connector.unit.reshard.transport.remotes import nixl_reader
@@ -44,26 +44,18 @@ _NEVER_ENDS = pytest.mark.xfail(
 def test_read_from_a_source_that_has_ended_is_no_end_of_the_reader(backend):
     """It fails, and its agent can be closed, both in a process that may be ended if not."""
     available(backend)
-    ours, theirs = forking().Pipe()
-    with serving_sources(backend, TLS, 1) as (source,), ours:
-        given = (theirs, backend, source.address, source.metadata)
-        reader = forking().Process(target=_read_again, args=given)
-        reader.start()
-        theirs.close()
-        try:
-            assert ours.poll(ANSWER_S), "it did not begin"
-            ours.recv()
+    with serving_sources(backend, TLS, 1) as (source,):
+        given = (backend, source.address, source.metadata)
+        with started(_read_again, *given) as (reader, pipe):
+            pipe.recv()
             source.kill()
-            ours.send(None)
-            assert ours.poll(ANSWER_S), "it does not read again"
-            ours.recv()
+            pipe.send(None)
+            assert pipe.poll(ANSWER_S), "it does not read again"
+            pipe.recv()
             reader.join(END_S)
             if reader.is_alive():
                 raise TimeoutError("it does not end")
             assert reader.exitcode == 0
-        finally:
-            reader.kill()
-            reader.join()
 
 
 def _read_again(pipe: Connection, backend: str, address: int, metadata: bytes) -> None:
