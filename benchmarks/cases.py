@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,10 +46,13 @@ class Shape:
         num_layers: Layers of the model.
         num_heads: KV heads of the model; with MLA, 1.
         head_size: Elements of a head of a token.
-        block_tokens: Tokens in a block.
+        block_tokens: Tokens in a block of the decode engine.
         mla: One latent vector instead of keys and values, on every rank.
         attention_planes: Planes of a layer without MLA: 2 where keys and values lie apart, 1 where
             they lie side by side.
+        prefill_block_tokens: Tokens in a block of the prefill engine; None for as many.
+        nhd: Whether a token's heads are adjacent (NHD) in the prefill and in the decode engine; else
+            a head's tokens are (HND).
     """
 
     prefill: Layout
@@ -59,11 +63,21 @@ class Shape:
     block_tokens: int
     mla: bool = False
     attention_planes: int = field(default_factory=planes_of_attention)
+    prefill_block_tokens: int | None = None
+    nhd: tuple[bool, bool] = (False, False)
 
     @property
     def layouts(self) -> str:
         """Who reads from whom, as tables have it."""
-        return f"{_say(self.prefill)}->{_say(self.decode)}"
+        return "->".join(
+            ("NHD " if nhd else "") + _say(layout)
+            for layout, nhd in zip((self.prefill, self.decode), self.nhd, strict=True)
+        )
+
+    @property
+    def blocks_tokens(self) -> tuple[int, int]:
+        """Tokens in a block of the prefill and of the decode engine."""
+        return self.prefill_block_tokens or self.block_tokens, self.block_tokens
 
     @property
     def planes_per_layer(self) -> int:
@@ -83,9 +97,16 @@ class Shape:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that are contiguous at both ends: some heads of a block."""
-        tp_size = 1 if self.mla else max(self.prefill.tp_size, self.decode.tp_size)
-        return self.num_heads // tp_size * self.block_tokens * self.slot_bytes
+        """Bytes that are contiguous at both ends: some heads of some tokens of a block."""
+        tp_sizes = {1} if self.mla else {self.prefill.tp_size, self.decode.tp_size}
+        heads, tokens = self.num_heads // max(tp_sizes), math.gcd(*self.blocks_tokens)
+        if heads > 1 and self.nhd[0] != self.nhd[1]:
+            return self.slot_bytes
+        if self.nhd[0] and len(tp_sizes) > 1:
+            return heads * self.slot_bytes
+        if not self.nhd[0] and len(set(self.blocks_tokens)) > 1:
+            heads = 1
+        return heads * tokens * self.slot_bytes
 
     @property
     def bytes_per_block(self) -> int:
@@ -102,12 +123,18 @@ class Shape:
         return self.bytes_read(tokens) // self.chunk_bytes
 
     def num_blocks(self, tokens: int) -> int:
-        """Blocks that a request fills; the last one in full."""
+        """Blocks of the decode engine that a request fills; the last one in full."""
         return -(-tokens // self.block_tokens)
+
+    def prefill_blocks(self, num_blocks: int) -> int:
+        """Blocks of the prefill engine that hold as many tokens as so many of the decode engine."""
+        prefill, decode = self.blocks_tokens
+        return -(-num_blocks * decode // prefill)
 
     def __str__(self) -> str:
         heads = "MLA" if self.mla else f"{self.chunk_bytes / 1024:g} KiB chunks"
-        return f"{self.layouts}, blocks of {self.block_tokens}, {heads}"
+        blocks = "->".join(map(str, dict.fromkeys(self.blocks_tokens)))
+        return f"{self.layouts}, blocks of {blocks}, {heads}"
 
 
 @dataclass(frozen=True)
@@ -323,6 +350,17 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
         *_transfers("tp4pp1 tp1pp1", 32, 1, 128, [8192], every),
         *_transfers("tp4pp1 tp1pp1", 32, 1, 256, [8192], every),
         *_transfers("tp1pp1 tp2pp1", 32, 1, 256, [8192], [contiguous]),
+        *_transfers("tp4pp1 tp1pp1", 32, 2, 256, [8192], every, nhd=(True, True)),
+        *_transfers("tp1pp1 tp4pp1", 32, 2, 256, [8192], [contiguous, shuffled], nhd=(True, True)),
+        *_transfers("tp2pp1 tp1pp1", 32, 8, 512, [8192], [contiguous, shuffled], nhd=(True, True)),
+        *_transfers("tp1pp1 tp1pp1", 32, 4, 256, [8192], [contiguous, shuffled], nhd=(True, False)),
+        *_transfers("tp1pp1 tp1pp1", 32, 4, 256, [8192], [contiguous, shuffled], nhd=(False, True)),
+        *_transfers(
+            "tp1pp1 tp1pp1", 64, 4, 256, [8192], [contiguous, shuffled], prefill_block_tokens=16
+        ),
+        *_transfers(
+            "tp1pp1 tp1pp1", 16, 4, 256, [8192], [contiguous, shuffled], prefill_block_tokens=64
+        ),
         *_mla_transfers("tp2pp1 tp1pp1", 32, [8192], [contiguous]),
     ]
     # One start of all processes serves all cases of a shape.
@@ -402,21 +440,35 @@ def _transfers(
     tokens: Iterable[int],
     orders: Iterable[TableOrder],
     longest: int | None = None,
+    *,
+    prefill_block_tokens: int | None = None,
+    nhd: tuple[bool, bool] = (False, False),
 ) -> Iterator[TransferCase]:
     """Requests of one shape.
 
     Args:
         layouts: Prefill and decode.
-        block_tokens: Tokens in a block; CPU attention has multiples of 32.
+        block_tokens: Tokens in a block of the decode engine.
         heads_per_rank: KV heads of each rank of the engine that has more of them.
         slot_bytes: Of a head of a token in one plane; the head size follows from it, so that chunks
             are as large on every base. CPU attention has heads of 32 elements and more.
         longest: Tokens of the longest request of this shape; None for that of `tokens`.
+        prefill_block_tokens: Tokens in a block of the prefill engine; None for as many.
+        nhd: Whether a token's heads are adjacent at the prefill and at the decode engine.
     """
     prefill, decode = _layouts(layouts)
     num_heads = heads_per_rank * max(prefill.tp_size, decode.tp_size)
     head_size = slot_bytes * planes_of_attention() // (2 * ITEM_BYTES)
-    shape = Shape(prefill, decode, 1, num_heads, head_size, block_tokens)
+    shape = Shape(
+        prefill,
+        decode,
+        1,
+        num_heads,
+        head_size,
+        block_tokens,
+        prefill_block_tokens=prefill_block_tokens,
+        nhd=nhd,
+    )
     yield from _requests(shape, list(tokens), list(orders), longest)
 
 

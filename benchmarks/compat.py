@@ -49,14 +49,14 @@ class Results:
 
 
 def layer_cache(
-    backend: type[AttentionBackend], spec: Any, num_blocks: int, device: str
+    backend: type[AttentionBackend], spec: Any, num_blocks: int, device: str, *, nhd: bool
 ) -> LayerCache:
-    """Reserve a layer's cache in the order of memory that transfers want."""
+    """Reserve a layer's cache: by its heads, or (NHD) by its tokens."""
     if not _SHAPED_BY_BACKENDS:
         content = spec.state_content_size_bytes // torch.bfloat16.itemsize
-        shape = num_blocks, spec.num_heads, spec.block_size, content
-        tensor = reserve(shape, torch.bfloat16, device)
-        return LayerCache(tensor, tensor, 1)
+        inner = (spec.block_size, spec.num_heads) if nhd else (spec.num_heads, spec.block_size)
+        in_memory = reserve((num_blocks, *inner, content), torch.bfloat16, device)
+        return LayerCache(in_memory.transpose(1, 2) if nhd else in_memory, in_memory, 1)
     shape = backend.get_kv_cache_shape(
         num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
     )
@@ -64,6 +64,9 @@ def layer_cache(
         order = backend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError):
         order = tuple(range(len(shape)))
+    if nhd:
+        # Of planes, blocks, heads, tokens and elements.
+        order = (*order[:-3], order[-2], order[-3], order[-1])
     in_memory = reserve([shape[axis] for axis in order], torch.bfloat16, device)
     tensor = in_memory.permute([order.index(axis) for axis in range(len(shape))])
     return LayerCache(tensor, in_memory, 1 if len(shape) == 3 else 2)
@@ -76,10 +79,10 @@ def cache_place(name: str, num_blocks: int, page_bytes: int) -> KVCacheTensor:
     return KVCacheTensor(num_blocks * page_bytes, [name], num_blocks * page_bytes, page_bytes)
 
 
-def resolve_layout(vllm_config: VllmConfig) -> None:
+def resolve_layout(vllm_config: VllmConfig, *, nhd: bool) -> None:
     """Say how caches lie in memory, as engines of later releases than 0.22.1 do before they run."""
     if not _SHAPED_BY_BACKENDS:
-        vllm_config.cache_config.kv_cache_layout = "LBHNC"
+        vllm_config.cache_config.kv_cache_layout = "LBNHC" if nhd else "LBHNC"
 
 
 def results(worker: KVConnectorBase_V1) -> Results:

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from tools.pdstack.engine import UPSTREAM
 
 from .caches import RankCaches
+from .cases import Shape
 from .compat import cache_place, layer_cache, resolve_layout
 from .model import MAX_TOKENS
 from .specs import EngineSpec
@@ -80,15 +81,15 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     """Configure a rank, and reserve its caches."""
     shape = spec.shape
     vllm_config = _vllm_config(spec)
-    resolve_layout(vllm_config)
-    backend = _backend(mla=shape.mla)
+    resolve_layout(vllm_config, nhd=spec.nhd)
+    backend = _backend(shape)
     heads = range(1)
     if not shape.mla:
         per_rank = shape.num_heads // spec.layout.tp_size
         heads = range(tp_rank * per_rank, (tp_rank + 1) * per_rank)
     spec_type = MLAAttentionSpec if shape.mla else FullAttentionSpec
     cache_spec = spec_type(
-        block_size=shape.block_tokens,
+        block_size=spec.block_tokens,
         num_kv_heads=len(heads),
         head_size=shape.head_size,
         dtype=torch.bfloat16,
@@ -99,7 +100,9 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     for layer in range(start, end):
         name = f"model.layers.{layer}.self_attn.attn"
         registered[name] = _Layer(backend, cache_spec)
-        layers[name] = layer_cache(backend, cache_spec, spec.num_blocks, device)
+        layers[name] = layer_cache(
+            backend, cache_spec, spec.num_blocks, device, nhd=spec.nhd
+        )
         in_memory[layer] = layers[name].in_memory
     kv_cache_config = KVCacheConfig(
         spec.num_blocks,
@@ -108,7 +111,9 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     )
     # Sizes and numbers of chunks are told by it.
     assert {layer.num_planes for layer in layers.values()} == {shape.planes_per_layer}
-    caches = RankCaches(in_memory, heads, shape.planes_per_layer)
+    caches = RankCaches(
+        in_memory, heads, shape.planes_per_layer, spec.block_tokens, nhd=spec.nhd
+    )
     tensors = {name: layer.tensor for name, layer in layers.items()}
     return RankConfig(vllm_config, kv_cache_config, tensors, caches)
 
@@ -127,7 +132,7 @@ def _vllm_config(spec: EngineSpec) -> VllmConfig:
     )
     return VllmConfig(
         model_config=model_config,
-        cache_config=CacheConfig(block_size=spec.shape.block_tokens),
+        cache_config=CacheConfig(block_size=spec.block_tokens),
         parallel_config=ParallelConfig(
             tensor_parallel_size=spec.layout.tp_size,
             pipeline_parallel_size=spec.layout.pp_size,
@@ -153,13 +158,17 @@ def _vllm_config(spec: EngineSpec) -> VllmConfig:
     )
 
 
-def _backend(*, mla: bool) -> type[AttentionBackend]:
-    """The attention backend whose caches are used; on CPU, MLA has caches only, which is enough."""
+def _backend(shape: Shape) -> type[AttentionBackend]:
+    """The attention backend whose caches are used: of both engines, the same.
+
+    That of CPUs packs heads, by 32 tokens. There, others have caches only, which is enough.
+    """
+    packs = not any(shape.nhd) and all(tokens % 32 == 0 for tokens in shape.blocks_tokens)
     backends = "vllm.v1.attention.backends"
     name = f"{backends}.flash_attn.FlashAttentionBackend"
-    if mla:
+    if shape.mla:
         name = f"{backends}.mla.triton_mla.TritonMLABackend"
-    elif current_platform.device_type == "cpu":
+    elif current_platform.device_type == "cpu" and packs:
         name = f"{backends}.cpu_attn.CPUAttentionBackend"
     backend: type[AttentionBackend] = resolve_obj_by_qualname(name)
     return backend

@@ -142,13 +142,15 @@ class ConnectorHost:
             before = now
             time.sleep(_REST_S)
 
-    def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
+    def check(
+        self, block_ids: Sequence[int], source_block_ids: Sequence[int], source_block_tokens: int
+    ) -> None:
         """See that blocks hold what they were read from.
 
         Raises:
             BenchmarkError: They do not.
         """
-        self._config.caches.check(block_ids, source_block_ids)
+        self._config.caches.check(block_ids, source_block_ids, source_block_tokens)
 
     def offer(self, specs: Sequence[RequestSpec], computes: bool = False) -> Offer:
         """Prefill requests, as far as the scheduler sees it; the model may compute others'."""

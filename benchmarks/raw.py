@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from .config import RankConfig, memory_kind, rank_config
 from .errors import BenchmarkError
 from .network import move_to
 from .specs import EngineSpec, RawRank, Reading
-from .tables import runs
+from .tables import stretches
 
 _LIMIT_S = 120.0
 _STEP_S = 50e-6
@@ -47,14 +49,18 @@ class RawHost:
         caches = self._config.caches
         self._agent.register(caches.regions())
         self._device = caches.regions()[0][2]
-        self._own = RawRank(b"", caches.heads, caches.plane_addresses(), caches.head_bytes)
+        self._slot_bytes = caches.slot_bytes
+        self._own = self._described(b"")
         self._sources: list[tuple[str, RawRank]] = []
 
     def describe(self) -> RawRank:
         """What readers need to know."""
-        return RawRank(
-            self._agent.metadata(), self._own.heads, self._own.planes, self._own.head_bytes
-        )
+        return self._described(self._agent.metadata())
+
+    def _described(self, metadata: bytes) -> RawRank:
+        caches = self._config.caches
+        addresses, strides = caches.plane_addresses(), caches.strides
+        return RawRank(metadata, caches.heads, addresses, strides, caches.block_tokens)
 
     def connect(self, ranks: Sequence[RawRank]) -> None:
         """Choose the ranks to read from: those that hold heads of this one's, each head once."""
@@ -73,9 +79,11 @@ class RawHost:
         """Give all blocks bytes that are no request's."""
         self._config.caches.clear()
 
-    def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
+    def check(
+        self, block_ids: Sequence[int], source_block_ids: Sequence[int], source_block_tokens: int
+    ) -> None:
         """See that blocks hold what they were read from."""
-        self._config.caches.check(block_ids, source_block_ids)
+        self._config.caches.check(block_ids, source_block_ids, source_block_tokens)
 
     def read(self, block_ids: list[int], source_block_ids: list[int]) -> Reading:
         """Read blocks with as few descriptors as there can be, which are made before."""
@@ -117,27 +125,37 @@ class RawHost:
         self, source: RawRank, block_ids: list[int], source_block_ids: list[int]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Local and remote descriptors, as strided rows of one each."""
-        own = self._own
-        first = max(own.heads.start, source.heads.start)
-        num_heads = min(own.heads.stop, source.heads.stop) - first
-        whole = num_heads == len(own.heads) == len(source.heads)
-        if whole:
-            stretches = runs(block_ids, source_block_ids)
-        else:
-            stretches = [(position, 1) for position in range(len(block_ids))]
-        positions = np.array([start for start, _ in stretches])
-        sizes = np.array([count for _, count in stretches]) * num_heads * own.head_bytes
+        own, size = self._own, self._slot_bytes
+        heads = np.array(sorted(set(own.heads) & set(source.heads)))
+        offsets = [
+            _offsets(rank, ids, heads - rank.heads.start)
+            for rank, ids in ((own, block_ids), (source, source_block_ids))
+        ]
+        # Blocks of the smaller size, then heads or tokens: whichever leaves longer stretches.
+        tokens = math.gcd(own.block_tokens, source.block_tokens)
+        in_blocks = [each.reshape(-1, tokens, len(heads)) for each in offsets]
+        orders = [in_blocks, [each.transpose(0, 2, 1) for each in in_blocks]]
+        starts, lengths = min(
+            (stretches([each.reshape(-1) for each in order], size) for order in orders),
+            key=lambda found: len(found[1]),
+        )
         rows = []
-        for rank, ids in ((own, block_ids), (source, source_block_ids)):
-            offset = (first - rank.heads.start) * own.head_bytes
-            starts = np.array(ids)[positions] * rank.block_bytes + offset
-            addresses = (np.array(rank.planes)[:, None] + starts).reshape(-1)
-            lengths = np.tile(sizes, len(rank.planes))
+        for rank, begins in zip((own, source), starts, strict=True):
+            addresses = (np.array(rank.planes)[:, None] + begins).reshape(-1)
             table = np.zeros((len(addresses), 5), np.uint64)
-            table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, self._device
-            table[:, 3], table[:, 4] = lengths, 1
+            table[:, 0], table[:, 2] = addresses, self._device
+            table[:, 1] = table[:, 3] = np.tile(lengths, len(rank.planes))
+            table[:, 4] = 1
             rows.append(table)
         return rows[0], rows[1]
+
+
+def _offsets(rank: RawRank, block_ids: list[int], heads: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Where slots of some blocks begin in a plane: tokens x heads."""
+    of_block, of_head, of_token = rank.strides
+    tokens = np.arange(rank.block_tokens) * of_token
+    in_blocks = (np.array(block_ids)[:, None] * of_block + tokens).reshape(-1)
+    return in_blocks[:, None] + heads * of_head
 
 
 class MemcpyHost:

@@ -54,6 +54,8 @@ class EngineSpec:
         layout: Its parallel sizes.
         shape: The model's, and block size.
         num_blocks: Blocks of each rank's cache.
+        block_tokens: Tokens in a block.
+        nhd: Whether a token's heads are adjacent; else a head's tokens are.
         port: Of its side channel.
         model: Path of the model's configuration.
         meeting: Path of a file by which its ranks meet.
@@ -65,6 +67,8 @@ class EngineSpec:
     layout: Layout
     shape: Shape
     num_blocks: int
+    block_tokens: int
+    nhd: bool
     port: int
     model: str
     meeting: str
@@ -207,15 +211,12 @@ class RawRank:
         metadata: NIXL's.
         heads: Which of the model's heads it holds.
         planes: Address of each plane.
-        head_bytes: Bytes of one head of a block.
+        strides: Bytes from a block, a head and a token to the next.
+        block_tokens: Tokens in a block.
     """
 
     metadata: bytes
     heads: range
     planes: list[int]
-    head_bytes: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in one plane."""
-        return len(self.heads) * self.head_bytes
+    strides: tuple[int, int, int]
+    block_tokens: int

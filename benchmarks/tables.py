@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
 
 NULL_BLOCK = 0
 """A block that vLLM gives to no request: it stands for blocks that are not there."""
@@ -45,19 +49,19 @@ def block_table(order: TableOrder, num_blocks: int, pool: int, rng: random.Rando
     return ids[::-1] if order is TableOrder.REVERSED else ids
 
 
-def runs(*tables: list[int]) -> list[tuple[int, int]]:
-    """Stretches of blocks that ascend one by one in all tables.
+def stretches(
+    offsets: Sequence[npt.NDArray[np.int64]], size: int
+) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+    """Join pieces that follow each other in all memories.
 
     Args:
-        tables: Of the same length.
+        offsets: Where pieces begin, in each memory; of the same length.
+        size: Of a piece.
 
     Returns:
-        Position of the first block and number of blocks of each stretch.
+        Where stretches begin in each memory, and their sizes.
     """
-    starts = [
-        position
-        for position in range(len(tables[0]))
-        if position == 0 or any(ids[position] != ids[position - 1] + 1 for ids in tables)
-    ]
-    stops = [*starts[1:], len(tables[0])]
-    return [(start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    apart = np.logical_or.reduce([np.diff(each) != size for each in offsets])
+    firsts = np.concatenate([[0], 1 + np.flatnonzero(apart)])
+    counts = np.diff(firsts, append=len(offsets[0]))
+    return [each[firsts] for each in offsets], counts * size

@@ -48,8 +48,10 @@ def _measure(case: TransferCase, pool: int, pairs: list[Pair], repetitions: int)
     blocks = shape.num_blocks(case.tokens)
 
     def other_blocks() -> Tables:
-        source, destination = (block_table(case.order, blocks, pool, rng) for _ in range(2))
-        return Tables(source, destination, case.tokens)
+        source = block_table(
+            case.order, shape.prefill_blocks(blocks), shape.prefill_blocks(pool), rng
+        )
+        return Tables(source, block_table(case.order, blocks, pool, rng), case.tokens)
 
     # The same for all variants.
     checked = other_blocks()

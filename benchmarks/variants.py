@@ -24,7 +24,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Tables:
-    """Blocks of a request at both ends, as many.
+    """Blocks of a request at both ends, of as many tokens.
 
     Attributes:
         source: Where it is read from.
@@ -57,7 +57,7 @@ class Pair:
     Args:
         variant: What runs in them.
         shape: The model and both layouts.
-        num_blocks: Blocks of each rank's cache.
+        num_blocks: Blocks of each decode rank's cache; prefill ranks have room for as many tokens.
         directory: For logs and configurations.
         sites: Where the prefill and the decode engine run.
     """
@@ -96,7 +96,7 @@ class Pair:
         """
         call_all(self.decode, "clear")
         self.read([tables])
-        call_all(self.decode, "check", tables.destination, tables.source)
+        call_all(self.decode, "check", tables.destination, tables.source, self.shape.blocks_tokens[0])
 
     def fill(self) -> None:
         """Give the prefill engine known bytes, and touch all memory of both."""
@@ -120,18 +120,21 @@ class Pair:
     def _start(self, role: str, layout: Layout) -> list[Child]:
         """Start the ranks of an engine; each is ready once it has a first result."""
         engine_id = f"{self.variant.name.replace(' ', '-')}-{role}-{next(_NUMBERS)}"
+        shape, prefills = self.shape, role == "prefill"
         spec = EngineSpec(
             self.variant,
             engine_id,
             layout,
-            self.shape,
-            self._num_blocks,
+            shape,
+            shape.prefill_blocks(self._num_blocks) if prefills else self._num_blocks,
+            shape.blocks_tokens[not prefills],
+            shape.nhd[not prefills],
             _PORTS.take(),
             str(self._model),
             str(self._directory.resolve() / f"{engine_id}.meeting"),
-            self._prefill_site if role == "prefill" else self._decode_site,
+            self._prefill_site if prefills else self._decode_site,
         )
-        running = self.prefill if role == "prefill" else self.decode
+        running = self.prefill if prefills else self.decode
         before = len(running)
         for rank in range(layout.world_size):
             running.append(Child(f"{engine_id}-{rank}", self._directory, self.factory, spec, rank))
