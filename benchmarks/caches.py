@@ -161,7 +161,7 @@ class RankCaches:
                 yield layer, plane, local_head, words.view(np.uint8).reshape(wanted, slot_bytes)
 
     def _planes(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """Every plane as bytes: blocks, heads, tokens, bytes of a slot; by layer and number in it."""
+        """Every plane as bytes, by layer and number: blocks, heads, tokens, bytes of a slot."""
         for layer, tensor in self._tensors.items():
             num_blocks = tensor.shape[0] if self._num_planes == 1 else tensor.shape[1]
             inner = [len(self.heads), self.block_tokens]

@@ -51,8 +51,8 @@ class Shape:
         attention_planes: Planes of a layer without MLA: 2 where keys and values lie apart, 1 where
             they lie side by side.
         prefill_block_tokens: Tokens in a block of the prefill engine; None for as many.
-        nhd: Whether a token's heads are adjacent (NHD) in the prefill and in the decode engine; else
-            a head's tokens are (HND).
+        nhd: Whether a token's heads are adjacent (NHD) at the prefill and at the decode engine;
+            else a head's tokens are (HND).
     """
 
     prefill: Layout

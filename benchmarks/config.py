@@ -100,9 +100,7 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     for layer in range(start, end):
         name = f"model.layers.{layer}.self_attn.attn"
         registered[name] = _Layer(backend, cache_spec)
-        layers[name] = layer_cache(
-            backend, cache_spec, spec.num_blocks, device, nhd=spec.nhd
-        )
+        layers[name] = layer_cache(backend, cache_spec, spec.num_blocks, device, nhd=spec.nhd)
         in_memory[layer] = layers[name].in_memory
     kv_cache_config = KVCacheConfig(
         spec.num_blocks,
@@ -111,9 +109,7 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     )
     # Sizes and numbers of chunks are told by it.
     assert {layer.num_planes for layer in layers.values()} == {shape.planes_per_layer}
-    caches = RankCaches(
-        in_memory, heads, shape.planes_per_layer, spec.block_tokens, nhd=spec.nhd
-    )
+    caches = RankCaches(in_memory, heads, shape.planes_per_layer, spec.block_tokens, nhd=spec.nhd)
     tensors = {name: layer.tensor for name, layer in layers.items()}
     return RankConfig(vllm_config, kv_cache_config, tensors, caches)
 

@@ -155,7 +155,8 @@ def _offsets(rank: RawRank, block_ids: list[int], heads: npt.NDArray[Any]) -> np
     of_block, of_head, of_token = rank.strides
     tokens = np.arange(rank.block_tokens) * of_token
     in_blocks = (np.array(block_ids)[:, None] * of_block + tokens).reshape(-1)
-    return in_blocks[:, None] + heads * of_head
+    offsets: npt.NDArray[Any] = in_blocks[:, None] + heads * of_head
+    return offsets
 
 
 class MemcpyHost:

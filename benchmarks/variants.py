@@ -96,7 +96,9 @@ class Pair:
         """
         call_all(self.decode, "clear")
         self.read([tables])
-        call_all(self.decode, "check", tables.destination, tables.source, self.shape.blocks_tokens[0])
+        call_all(
+            self.decode, "check", tables.destination, tables.source, self.shape.blocks_tokens[0]
+        )
 
     def fill(self) -> None:
         """Give the prefill engine known bytes, and touch all memory of both."""

@@ -88,10 +88,10 @@ def test_quick_cases_are_few():
         assert len(cases(Depth.QUICK)) < len(cases(Depth.DEFAULT)) <= len(cases(Depth.FULL))
 
 
-def test_cases_are_what_cpu_attention_takes(base):
-    """Blocks and heads are those of every base's CPU backend."""
+def test_cases_are_what_attention_takes(base):
+    """Heads are those of every base's CPU backend, and blocks those of all."""
     shapes = plain_shapes()
-    assert {shape.block_tokens % 32 for shape in shapes} == {0}
+    assert {tokens % 16 for shape in shapes for tokens in shape.blocks_tokens} == {0}
     assert {shape.head_size for shape in shapes} <= {32, 64, 128}
 
 
@@ -125,3 +125,34 @@ def test_bytes_of_a_request(prefill, decode, mla, planes, read_bytes, chunk_byte
     assert shape.bytes_read(33) == read_bytes
     assert shape.chunk_bytes == chunk_bytes
     assert shape.num_chunks(33) == read_bytes // chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "blocks", "nhd", "heads", "tokens"),
+    [
+        (4, 1, (32, 32), (True, True), 2, 1),
+        (1, 4, (32, 32), (True, True), 2, 1),
+        (1, 1, (32, 32), (True, True), 8, 32),
+        (1, 1, (16, 64), (True, True), 8, 16),
+        (1, 1, (32, 32), (True, False), 1, 1),
+        (8, 8, (32, 32), (False, True), 1, 32),
+        (1, 1, (16, 64), (False, False), 1, 16),
+        (2, 1, (64, 16), (False, False), 1, 16),
+        (2, 1, (16, 16), (False, False), 4, 16),
+    ],
+)
+def test_chunks_are_contiguous_at_both_ends(prefill, decode, blocks, nhd, heads, tokens):
+    """As many heads and tokens as adjoin in the pages of both engines, as for `memory.lowering`."""
+    shape = Shape(
+        Layout(prefill, 1),
+        Layout(decode, 1),
+        2,
+        8,
+        64,
+        blocks[1],
+        attention_planes=1,
+        prefill_block_tokens=blocks[0],
+        nhd=nhd,
+    )
+    assert shape.chunk_bytes == heads * tokens * shape.slot_bytes
+    assert shape.prefill_blocks(shape.num_blocks(128)) == 128 // blocks[0]

@@ -43,6 +43,7 @@ LANES = [OURS, UPSTREAM_AT_REST, RAW, MEMCPY]
 SHAPE = Shape(Layout(2, 1), Layout(1, 1), 2, 4, 64, 32)
 CPU_TIMES = Metric.REQUEST_CPU_S, Metric.OWN_CPU_S
 MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 32, mla=True)
+MIXED = replace(SHAPE, prefill_block_tokens=16, nhd=(True, False))
 
 
 @pytest.fixture
@@ -62,16 +63,19 @@ def test_transfers_are_measured_in_all_variants(plan):
 
 
 @pytest.mark.parametrize("kind", [ConnectorPair, RawPair])
-@pytest.mark.parametrize("shape", [SHAPE, MLA], ids=["heads", "MLA"])
+@pytest.mark.parametrize("shape", [SHAPE, MLA, MIXED], ids=["heads", "MLA", "mixed"])
 def test_wrong_bytes_are_found(plan, tmp_path, kind, shape):
     """What was read from other blocks than it should have been is no measurement."""
     pair = kind(OURS if kind is ConnectorPair else RAW, shape, 16, tmp_path)
     try:
         pair.start()
         pair.fill()
-        pair.check(Tables([3, 5], [7, 2], 2 * shape.block_tokens))
-        pair.read([Tables([3, 6], [7, 2], 2 * shape.block_tokens)])
-        pair.decode[0].post("check", [7, 2], [3, 5])
+        of_block, tokens = shape.blocks_tokens[0], 2 * shape.block_tokens
+        source, other = [3, 5, 1, 2], [3, 6, 1, 2]
+        count = tokens // of_block
+        pair.check(Tables(source[:count], [7, 2], tokens))
+        pair.read([Tables(other[:count], [7, 2], tokens)])
+        pair.decode[0].post("check", [7, 2], source[:count], of_block)
         with pytest.raises(BenchmarkError, match="wrong bytes"):
             pair.decode[0].result()
     finally:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tables import NULL_BLOCK, TableOrder, block_table, pool_blocks, runs
+from benchmarks.tables import NULL_BLOCK, TableOrder, block_table, pool_blocks, stretches
 
 
 @given(st.sampled_from(TableOrder), st.integers(1, 200), st.integers(0, 2**32))
@@ -37,15 +38,13 @@ def test_places_change():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
-def test_runs_cover_tables_and_ascend_in_both(pairs):
-    """Stretches follow one another, ascend in both tables, and could not be longer."""
-    tables = [list(ids) for ids in zip(*pairs, strict=True)]
-    covered: list[int] = []
-    for start, count in runs(*tables):
-        covered += range(start, start + count)
-        for ids in tables:
-            assert ids[start : start + count] == list(range(ids[start], ids[start] + count))
-        end = start + count
-        if end < len(pairs):
-            assert any(ids[end] != ids[end - 1] + 1 for ids in tables)
-    assert covered == list(range(len(pairs)))
+def test_stretches_are_all_pieces_and_as_few_as_can_be(pairs):
+    """They follow one another, are contiguous in both memories, and could not be longer."""
+    size = 16
+    offsets = [np.array(places) * size for places in zip(*pairs, strict=True)]
+    starts, lengths = stretches(offsets, size)
+    for places, begins in zip(offsets, starts, strict=True):
+        pieces = [np.arange(b, b + n, size) for b, n in zip(begins, lengths, strict=True)]
+        assert np.concatenate(pieces).tolist() == places.tolist()
+    ends = [begins[:-1] + lengths[:-1] == begins[1:] for begins in starts]
+    assert not np.logical_and(*ends).any()

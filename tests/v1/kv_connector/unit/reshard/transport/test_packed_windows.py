@@ -155,6 +155,20 @@ def test_window_that_is_not_packed_in_time_is_lost(holder):
     assert holder.heard[-1].returned == [asked.ticket]
 
 
+def test_window_is_waited_for_while_others_are_packed(holder):
+    """Its worker has many readers, and is at this one's windows: direct would be slower."""
+    first = holder.ask()
+    holder.pack(6)
+    second = holder.ask()
+    holder.turn(PACKED_WITHIN_S / 2)
+    holder.turn(PACKED_WITHIN_S)
+    assert first.state is PackState.PACKED and second.state is PackState.ASKED
+    holder.turn(PACKED_WITHIN_S * 1.25)
+    assert second.state is PackState.ASKED and holder.windows.serves(PACKED_WITHIN_S * 1.25)
+    holder.turn(PACKED_WITHIN_S * 2)
+    assert second.state is PackState.LOST
+
+
 def test_look_that_hangs_ends_with_its_connection(holder):
     """Nobody else may be waiting for its worker, and its connection would stay for ever."""
     asked = holder.ask()

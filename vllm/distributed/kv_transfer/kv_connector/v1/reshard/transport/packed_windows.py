@@ -33,7 +33,7 @@ MOST_ASKED_AT_ONCE = 8
 
 #: interval packed: a window is read direct, as it was not packed.
 PACKED_WITHIN_S = 0.1
-"""How long a window is waited for."""
+"""How long windows of a worker are waited for before one of them is packed."""
 
 _LOOK_HANGS_S = 1.0
 """How long a look may take until all windows are read direct."""
@@ -87,7 +87,7 @@ class PackedWindow:
     Attributes:
         ticket: Its number.
         key: Key of its row in the holder's table.
-        lost_at_s: When it is no longer waited for.
+        asked_at_s: When it was asked for.
         verifies: Whether others are no less asked for if it is lost.
         state: Where it is.
         entered: What the holder's table says of it, once it is packed.
@@ -95,7 +95,7 @@ class PackedWindow:
 
     ticket: int
     key: int
-    lost_at_s: float
+    asked_at_s: float
     verifies: bool = False
     state: PackState = PackState.ASKED
     entered: Entered | None = None
@@ -151,6 +151,8 @@ class PackedWindows:
         self._look: _Look | None = None
         self._asked: list[PackEntry] = []
         self._returned: list[int] = []
+        # When the last window was seen that was packed.
+        self._packed_at_s = -math.inf
         self._asks_again_at_s = -math.inf
 
     @property
@@ -212,7 +214,7 @@ class PackedWindows:
             )
         )
         key = key_of(self._name, ticket)
-        asked = PackedWindow(ticket, key, now_s + PACKED_WITHIN_S, verifies)
+        asked = PackedWindow(ticket, key, now_s, verifies)
         self._windows[asked] = None
         return asked
 
@@ -241,7 +243,9 @@ class PackedWindows:
         """
         self._finish_look(now_s)
         for each in self._windows:
-            if each.state is PackState.ASKED and now_s >= each.lost_at_s:
+            # Others share the worker, which packs in the order that it was asked.
+            since_s = max(each.asked_at_s, self._packed_at_s)
+            if each.state is PackState.ASKED and now_s >= since_s + PACKED_WITHIN_S:
                 each.state = PackState.LOST
                 if not each.verifies:
                     self._asks_again_at_s = max(self._asks_again_at_s, now_s + _DIRECT_FOR_S)
@@ -294,5 +298,6 @@ class PackedWindows:
             row = found.get(each.key)
             if each.state is PackState.ASKED and row is not None:
                 each.state, each.entered = PackState.PACKED, row
+                self._packed_at_s = now_s
             elif each.state is PackState.READ and each in look.has_read:
                 each.state = PackState.CONFIRMED if row == each.entered else PackState.LOST
