@@ -25,7 +25,7 @@ _REQUEST_LIMIT_BYTES = 128 << 20
 """Bytes of the largest request of a shape, by which its number of layers is chosen: more than any
 cache of the processor holds, and few enough for all variants to be in memory at once."""
 
-_MOST_LAYERS = 32
+_MOST_PLANES = 32
 
 
 class Depth(Enum):
@@ -485,7 +485,7 @@ def _requests(
 ) -> Iterator[TransferCase]:
     """Requests of a shape with one layer, given as many layers as are measured."""
     fitting = _REQUEST_LIMIT_BYTES // shape.bytes_read(longest or max(tokens))
-    layers = max(1, min(_MOST_LAYERS, fitting))
+    layers = max(1, min(_MOST_PLANES // shape.planes_per_layer, fitting))
     deep = Shape(**{**vars(shape), "num_layers": layers})
     for count, order in itertools.product(tokens, orders):
         yield TransferCase(deep, count, order)

@@ -295,7 +295,7 @@ def test_first_table_has_figures_of_the_stored_files():
     first = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
     cells = re.findall(r"(?<=\| )[^|]*\d[^|]*?(?= \|)", re.sub(r"(?m)^\| .*? \|", "|", first))
     assert len(cells) > 20
-    texts = [path.read_text(encoding="utf-8") for path in RESULTS.glob("bench-*.csv")]
+    texts = [path.read_text(encoding="utf-8") for path in RESULTS.glob("*.csv")]
     for figure in (figure for cell in cells for figure in cell.split(", ")):
         number = re.escape(figure.replace(",", "").replace(" %", "%").removesuffix(" GB/s"))
         assert any(re.search(rf"\b{number}", text) for text in texts), figure

@@ -123,7 +123,7 @@ def test_blocks_that_are_opaque_are_read_whole(opaque: tuple[PDStack, list[Engin
 def test_blocks_that_are_opaque_are_not_cut(opaque: tuple[PDStack, list[Engine]]) -> None:
     """Another TP size is refused at the handshake, by the layer's name, and nothing is answered."""
     stack, (stages, _, ranks) = opaque
-    router, log = stack.start_router([stages], [ranks]), Log(ranks.child.log_path)
+    router, log = stack.start_router([stages], [ranks]), Log(ranks)
     reply = post(router, stack.model.name, text_of("cut", 100))
     assert reply.status_code == 500
     (line,) = log.complaints()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -127,3 +128,17 @@ def test_reader_that_is_faster_than_the_offer(exported):
     assert producer.side.collect_released(2.0) == {"a"}
     (span,) = named(exported, "offer")
     assert attribute(span, "end") == "released"
+
+
+def test_process_that_is_preempted_between_two_clocks_puts_no_span_elsewhere(exported, monkeypatch):
+    """It was preempted for 110 ms, and an offer seemed to end before it was read."""
+    clocks = itertools.count()
+
+    def monotonic_ns() -> int:
+        return 1_000 + 10**9 * (next(clocks) == 0)
+
+    monkeypatch.setattr(traces.time, "time_ns", lambda: 5_000_000)
+    monkeypatch.setattr(traces.time, "monotonic_ns", monotonic_ns)
+    traces.Trace(HEADERS, {}).span("read", 2e-6, 3e-6)
+    (read,) = named(exported, "read")
+    assert (read.start_time, read.end_time) == (5_001_000, 5_002_000)
