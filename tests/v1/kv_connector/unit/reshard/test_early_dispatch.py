@@ -246,6 +246,8 @@ def test_client_that_leaves_gives_up_none_of_its_next_attempt(pair):
         d.serving.add(f"cmpl-x-0-ccccccc{number}", coordinates(p))
         until(lambda: is_quiet(p, d), p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+    (stats,) = (each.report.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
 
 
 def test_step_that_takes_long_costs_nobody_a_request(pair, monkeypatch):

@@ -93,8 +93,35 @@ def test_who_leaves_gives_up_one_attempt():
     publisher.add("r2", "x", 1)
     publisher.ask(b"d", Leave("a", "x", 1), 0.0)
     publisher.ask(b"d", Ask("b", "x", 1), 0.0)
-    assert [type(each) for each in told(publisher)] == [Gone, Known]
-    assert publisher.given_up == {"r1"} and publisher.claimed == {"r1", "r2"} - publisher.given_up
+    assert told(publisher)[-1] == Known("b")
+    assert publisher.given_up == {"r1"} and publisher.claimed == {"r2"}
+    publisher.compute("r1", PART)
+    assert not told(publisher)
+    publisher.end("r1", "nobody reads it")
+    assert told(publisher) == [Gone("a", "nobody reads it")]
+    assert not publisher.given_up and publisher.num_subscribers == 1
+
+
+def test_request_that_was_offered_before_its_scheduler_saw_that_it_is_left():
+    """Whoever has left gives it up once more, instead of its lease."""
+    publisher = Publisher()
+    publisher.add("r1", "x", 1)
+    publisher.ask(b"d", Ask("a", "x", 1), 0.0)
+    publisher.ask(b"d", Leave("a", "x", 1), 0.0)
+    told(publisher)
+    publisher.offer("r1", {"secret": 1}, 0)
+    assert told(publisher) == [Offered("a", {"secret": 1}, 0)]
+    assert not publisher.given_up and not publisher.claimed
+
+
+def test_request_that_was_left_may_be_anothers():
+    """If it is asked for before it has ended."""
+    publisher = Publisher()
+    publisher.add("r1", "x", 1)
+    publisher.ask(b"d", Leave("a", "x", 1), 0.0)
+    publisher.ask(b"d", Ask("b", "x", 1), 0.0)
+    assert told(publisher) == [Gone("a", "another request reads it"), Known("b")]
+    assert not publisher.given_up and publisher.claimed == {"r1"}
 
 
 def test_who_leaves_before_it_has_asked_gives_up_no_later_attempt():
@@ -107,10 +134,11 @@ def test_who_leaves_before_it_has_asked_gives_up_no_later_attempt():
     publisher.ask(b"d", Ask("c", "x", 1), 0.0)
     assert told(publisher) == [
         Gone("a", "it is not known there"),
-        Gone("b", "nobody reads it"),
         Known("c"),
     ]
     assert publisher.given_up == {"r2"}
+    publisher.end("r2", "nobody reads it")
+    assert told(publisher) == [Gone("b", "nobody reads it")]
 
 
 def test_offer_that_is_left_is_told_of_once_more():

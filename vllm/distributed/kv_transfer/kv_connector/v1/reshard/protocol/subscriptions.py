@@ -10,7 +10,8 @@ nor its blocks. So the decode engine asks, once a request, over the side channel
                                  <---    Computed    so many tokens, in these blocks
                                  <---    Offered     what a router would have passed on; the last
                                  <---    Gone        why it is not offered; the last
-    Leave(asker, name)           --->    nobody reads it any more: answered by one of the last two
+    Leave(asker, name)           --->    nobody reads it any more: answered by one of the last two,
+                                         as it may have been offered meanwhile
 
 A name alone does not tell requests apart: clients choose it, use it again, and some APIs make names
 of their own. So an asker also says the digest of its prompt, and is answered for a request with
@@ -317,6 +318,8 @@ class Publisher:
         """Note that a request is held for its reader."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.params, prompt.attempt = params, attempt
+            # The scheduler may not have seen that it is given up: who has left does it again.
+            self.given_up.discard(request_id)
             self._tell(prompt)
 
     def end(self, request_id: RequestId, reason: str) -> None:
@@ -412,11 +415,12 @@ class Publisher:
         """Tell a subscriber of a request, or give that up for it."""
         subscriber = self._subscribers[asker]
         _remove(self._waiting, subscriber.key, asker)
+        if prompt.asker != asker and (left := self._subscribers.pop(prompt.asker, None)):
+            self._push(left.connection, Gone(prompt.asker, "another request reads it"))
         subscriber.request_id, prompt.asker = prompt.request_id, asker
         if subscriber.leaves and prompt.params is None:
+            # It is answered once the request has ended, or was offered all the same.
             self.given_up.add(prompt.request_id)
-            del self._subscribers[asker]
-            self._push(subscriber.connection, Gone(asker, "nobody reads it"))
             return
         self.given_up.discard(prompt.request_id)
         self.claimed.add(prompt.request_id)
@@ -424,7 +428,7 @@ class Publisher:
 
     def _tell(self, prompt: _Prompt) -> None:
         subscriber = self._subscribers.get(prompt.asker)
-        if subscriber is not None:
+        if subscriber is not None and (not subscriber.leaves or prompt.params is not None):
             self._push(subscriber.connection, prompt.news())
 
     def _push(self, connection: bytes, news: News) -> None:
