@@ -49,7 +49,7 @@ def simulated() -> Iterator[None]:
 
 _SMALL: dict[str, float] = {
     "PACK_UNIT_BYTES": 16,
-    "MAX_PACKED_BYTES": 32,
+    "MAX_WINDOW_BYTES": 32,
     "MAX_PACKED_BLOCKS": 2,
     "MOST_ASKED_AT_ONCE": 3,
     "NUM_ROWS": 4,

@@ -29,10 +29,8 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     read_block,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import (
-    MAX_PACKED_BYTES,
-    PACK_UNIT_BYTES,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PACK_UNIT_BYTES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import MAX_WINDOW_BYTES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing import (
@@ -238,7 +236,7 @@ def test_connection_is_drained_when_nothing_writes(ends):
 )
 def test_nothing_is_packed_where_an_arena_has_no_room_for_a_window(short_here, short_there, packs):
     """At either end: each window would be waited for, and then be read direct."""
-    here, there = (MAX_PACKED_BYTES - each * PACK_UNIT_BYTES for each in (short_here, short_there))
+    here, there = (MAX_WINDOW_BYTES - each * PACK_UNIT_BYTES for each in (short_here, short_there))
     reader, engine, table = Reader(), RemoteEngineStub(1), PackTable()
     area = StagingArea(torch.zeros(here, dtype=torch.uint8), None)
     arena = torch.zeros(there, dtype=torch.uint8)

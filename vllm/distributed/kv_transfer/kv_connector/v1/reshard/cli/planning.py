@@ -16,8 +16,8 @@ from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
-from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES
-from ..memory.staging import stage_leg
+from ..memory.packing import MAX_PACKED_BLOCKS
+from ..memory.staging import MAX_WINDOW_BYTES, stage_leg
 from ..memory.strategy import StagingPolicy, Strategy
 from ..plan.mesh import MeshRank
 from ..plan.reshard import Read, ReshardPlan, plan_reshard
@@ -222,7 +222,7 @@ def _cost(
         return (num_bytes, count, merged, staged.num_merged(selected)), Strategy.DIRECT
     how = staged.choose(selected, StagingPolicy(), may_pack=True)
     if how is Strategy.PACKED:
-        packed = list(staged.windows(selected, MAX_PACKED_BYTES, MAX_PACKED_BLOCKS))
+        packed = list(staged.windows(selected, MAX_WINDOW_BYTES, MAX_PACKED_BLOCKS))
         return (num_bytes, count, merged, len(packed)), how
     return (num_bytes, count, merged, staged.num_merged(selected)), how
 

@@ -31,9 +31,6 @@ PACK_UNIT_BYTES = 64 << 10
 """Windows begin and end at multiples of this, so that one list of descriptors serves all: NIXL
 merges those of a window into one."""
 
-MAX_PACKED_BYTES = 4 << 20
-"""Size of a window: large enough for a transport's full speed, and gathered in a millisecond."""
-
 MAX_PACKED_BLOCKS = 1024
 """Blocks of a window, whose ids a notification carries."""
 

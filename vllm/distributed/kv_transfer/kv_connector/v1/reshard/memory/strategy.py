@@ -10,7 +10,7 @@ LARGEST_ARENA_BYTES = 256 << 20
 """Size of a reader's arena if memory is plentiful and no size is configured."""
 
 LARGEST_PACKING_BYTES = 64 << 20
-"""The same of a holder's arena: room for two readers with all windows that they ask for at once."""
+"""The same of a holder's arena: room for a reader with all windows that it asks for at once."""
 
 
 class Strategy(str, Enum):
@@ -25,7 +25,7 @@ class Strategy(str, Enum):
 
     PACKED = "packed"
     """As staged, but the peer has gathered the window before, so that it is one piece. A value for
-    each window of at most 4 MiB, of the read alone."""
+    each window of at most 8 MiB, of the read alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.leg import Indices, Rows, side_by_side
-from ..memory.packing import MAX_PACKED_BYTES, PACK_UNIT_BYTES
+from ..memory.packing import PACK_UNIT_BYTES
+from ..memory.staging import MAX_WINDOW_BYTES
 from ..protocol.description import WorkerDescription
 from ..protocol.lifetimes import Lifetime
 from ..protocol.packing import TABLE_BYTES
@@ -207,7 +208,7 @@ class PeerConnection:
         """Return the windows that a worker packs; None if it packs none, or not for us."""
         address, area, agent = description.packing, self._area, self.lane.agent
         # Windows may be of the largest size, and have to fit both arenas.
-        if area is None or min(area.memory.nbytes, address.arena_bytes) < MAX_PACKED_BYTES:
+        if area is None or min(area.memory.nbytes, address.arena_bytes) < MAX_WINDOW_BYTES:
             return None
         device_id, count = description.cache.device_id, address.arena_bytes // PACK_UNIT_BYTES
         rows = side_by_side(address.arena, PACK_UNIT_BYTES, device_id, count)

@@ -17,8 +17,8 @@ import torch
 
 from ..memory.arena import Span
 from ..memory.leg import Selection
-from ..memory.packing import MAX_PACKED_BLOCKS, MAX_PACKED_BYTES
-from ..memory.staging import Window
+from ..memory.packing import MAX_PACKED_BLOCKS
+from ..memory.staging import MAX_WINDOW_BYTES, Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.tasks import Task, suspended
@@ -33,9 +33,6 @@ _WINDOWS_PER_ARENA = 8
 
 _VERIFIED_BLOCKS = 16
 """Blocks of each plane that verify a part: mistakes of layouts show in each."""
-
-_MAX_WINDOW_BYTES = 8 << 20
-"""A window of this size is still in the processor's cache when it is scattered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +218,7 @@ def _windows(
 ) -> Iterable[Part]:
     """Cut a leg's selections into windows, to be packed by a claim or staged without one."""
     assert leg.staging is not None
-    limit_bytes = min(
-        area.spans.size_bytes // _WINDOWS_PER_ARENA,
-        MAX_PACKED_BYTES if claim else _MAX_WINDOW_BYTES,
-    )
+    limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, MAX_WINDOW_BYTES)
     max_blocks = MAX_PACKED_BLOCKS if claim else None
     return (
         Part(leg, (window.selection,), window, claim, verifies)

@@ -16,8 +16,8 @@ from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
-from ..memory.packing import MAX_PACKED_BYTES, PackedCache, PackedLeg
-from ..memory.staging import StagedLeg, stage_leg
+from ..memory.packing import PackedCache, PackedLeg
+from ..memory.staging import MAX_WINDOW_BYTES, StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
 from ..plan.text import describe_reads
@@ -151,7 +151,7 @@ def lower_engine(
             check_windows(leg, local.window_groups)
             staged = _stage(leg, src, area)
             packed = None
-            if packs is not None and staged is not None and staged.slice_bytes <= MAX_PACKED_BYTES:
+            if packs is not None and staged is not None and staged.slice_bytes <= MAX_WINDOW_BYTES:
                 packed = packs.lower(staged)
             lowered.append(LoweredLeg(leg, staged, packed))
     notifiers = {each.src_rank: len(each.notifiers) for each in plan.notified_by(local.rank)}
