@@ -7,6 +7,7 @@ The connector's own module of this name says which base has what; nothing else h
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,6 @@ def layer_cache(
         order = backend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError):
         order = tuple(range(len(shape)))
-    if nhd:
-        # Of planes, blocks, heads, tokens and elements.
-        order = (*order[:-3], order[-2], order[-3], order[-1])
     in_memory = reserve([shape[axis] for axis in order], torch.bfloat16, device)
     tensor = in_memory.permute([order.index(axis) for axis in range(len(shape))])
     return LayerCache(tensor, in_memory, 1 if len(shape) == 3 else 2)
@@ -80,8 +78,10 @@ def cache_place(name: str, num_blocks: int, page_bytes: int) -> KVCacheTensor:
 
 
 def resolve_layout(vllm_config: VllmConfig, *, nhd: bool) -> None:
-    """Say how caches lie in memory, as engines of later releases than 0.22.1 do before they run."""
-    if not _SHAPED_BY_BACKENDS:
+    """Say how caches lie in memory, as engines do before they run; in 0.22.1 backends are asked."""
+    if _SHAPED_BY_BACKENDS:
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = "NHD" if nhd else "HND"
+    else:
         vllm_config.cache_config.kv_cache_layout = "LBNHC" if nhd else "LBHNC"
 
 
