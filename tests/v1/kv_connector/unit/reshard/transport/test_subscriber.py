@@ -171,8 +171,10 @@ def test_who_leaves_is_answered(serve, ask):
     asker = put(client, place(server), "x", 7)
     until(lambda: heard == [Known(asker)])
     client.ask(place(server), Leave(asker, "x", 7))
+    until(lambda: server.publisher.given_up == {"r"})
+    server.tell(lambda publisher: publisher.end("r", "nobody reads it"))
     until(lambda: len(heard) == 2)
-    assert isinstance(heard[1], Gone) and server.publisher.given_up == {"r"}
+    assert heard[1] == Gone(asker, "nobody reads it")
 
 
 def test_next_attempt_is_not_left_with_the_one_before(serve, ask):
