@@ -451,7 +451,7 @@ def _transfers(
         block_tokens: Tokens in a block of the decode engine.
         heads_per_rank: KV heads of each rank of the engine that has more of them.
         slot_bytes: Of a head of a token in one plane; the head size follows from it, so that chunks
-            are as large on every base. CPU attention has heads of 32 elements and more.
+            are as large on every base.
         longest: Tokens of the longest request of this shape; None for that of `tokens`.
         prefill_block_tokens: Tokens in a block of the prefill engine; None for as many.
         nhd: Whether a token's heads are adjacent at the prefill and at the decode engine.

@@ -82,7 +82,7 @@ class Settings(
             the free memory, at most 256 MiB; 0 for no arena, with all reads direct.
         packing_arena_bytes: Size of the arena on each worker that is read from, in which it
             gathers small pieces for its readers; None for a sixteenth of what is free then, at
-            most 64 MiB; 0 to gather nothing.
+            most 64 MiB; below 8 MiB nothing is gathered.
         verify_reads: First requests of each connection that are read once more, another way, and
             compared: they fail if that still differs when they are read anew; 0 to compare none.
         backends: NIXL backends, in order of preference.
