@@ -246,13 +246,17 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
         assert not any(reply.done() for reply in replies[:-1])
         kill(stage.prefill)
     failed, recomputed = (reply.result(SLACK_S) for reply in replies)
+    told = [log.complaints(but=NIXLS_OWN) for log in logs]
+    # Before anything is asserted: the tests after this one have the same engines.
+    stage.restart_prefill()
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
-    for log in logs:
-        (line,) = log.complaints(but=NIXLS_OWN)
-        assert ROWS["the prefill engine is killed during a read"].tells("500", line, "lost"), line
+    for lines in told:
+        (line,) = lines
+        lost = ROWS["the prefill engine is killed during a read"]
+        # Where NIXL has given up all reads of a request at once, it tries a new connection.
+        assert lost.tells("500", line, "lost") or ROWS["nothing listens at the port"].matches(line)
 
-    stage.restart_prefill()
     logs = [Log(each) for each in readers]
     failed, recomputed = (
         stage.decoded(text, each, reader)
