@@ -306,6 +306,8 @@ def running(model_dir: Path, run_dir: Path) -> Iterator[Stage]:
         )
         stage = Stage(stack, prefill, decode, recomputing, stack.start_router([prefill], [decode]))
         stage.assert_serving()
+        # What libraries say once, of a first forward, is said before tests read the log.
+        ask_unaided(recomputing, model.name, stage.text())
         yield stage
         stage.close()
         servers = [stage.prefill, stage.decode, stage.recomputing]
