@@ -15,7 +15,7 @@ What runs in this process, without vLLM:
     cases, tables       what is measured
     samples, targets    what the figures say
     children, variants     the processes
-    handshake, transfer, request_path, end_to_end
+    handshake, transfer, request_path, end_to_end, clients
     report, plot, machine, cli
 
 What runs in the ranks:

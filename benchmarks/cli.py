@@ -32,6 +32,7 @@ from .cases import (
     request_path_cases,
     transfer_cases,
 )
+from .clients import measure_clients
 from .end_to_end import Load, measure_end_to_end
 from .errors import BenchmarkError
 from .handshake import measure_handshakes
@@ -71,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--only",
         action="append",
         choices=[part.value for part in Part],
-        help="measure this part; repeat it (default: all but end-to-end)",
+        help="measure this part; repeat it (default: all but end-to-end and clients)",
     )
     parser.add_argument(
         "--case", action="append", default=[], metavar="TEXT", help="cases whose name has this"
@@ -85,7 +86,11 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: none, so that the connector chooses)",
     )
     parser.add_argument(
-        "--rounds", type=_count, default=1, metavar="N", help="of end-to-end (default: 1)"
+        "--rounds",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="of end-to-end and clients (default: 1)",
     )
     parser.add_argument(
         "--rate",
@@ -129,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, console: Console) -> int:
     depth = Depth.QUICK if args.quick else Depth.FULL if args.full else Depth.DEFAULT
     chosen = [Part(name) for name in args.only or ()]
-    parts = chosen or [part for part in Part if part is not Part.END_TO_END]
+    parts = chosen or [part for part in Part if not part.has_engines]
     facts = machine_facts()
     console.print(Text("  ".join(f"{name}: {value}" for name, value in facts.items())))
     load = float(facts["load average"].partition(",")[0])
@@ -145,7 +150,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     ):
         taking_turns = variants(args.strategy, quick=args.quick)
         plan = Plan(taking_turns, args.repetitions, Path(logs), _Say(console, status))
-        if parts != [Part.END_TO_END]:
+        if not all(part.has_engines for part in parts):
             children.prepare(_PRELOAD, plan.directory)
         status_code = 0
         try:
@@ -211,6 +216,8 @@ def _measure(
     if Part.END_TO_END in parts:
         loads = [Load(rate) for rate in args.rate or (0.25, 0.5, 1.0)]
         yield from measure_end_to_end(loads, args.rounds, plan, wanted)
+    if Part.CLIENTS in parts:
+        yield from measure_clients(args.rounds, plan, wanted)
 
 
 def _finish(

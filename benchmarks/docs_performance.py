@@ -239,6 +239,12 @@ _COLUMNS: Mapping[Part, Mapping[str, tuple[Metric, Callable[[float], str]]]] = {
         "ITL p99": (Metric.ITL_P99_S, seconds),
         "tokens/s": (Metric.TOKENS_PER_S, _digits),
     },
+    Part.CLIENTS: {
+        "requests/s": (Metric.REQUESTS_PER_S, _digits),
+        "CPU of both engines, a request": (Metric.ENGINES_CPU_S, seconds),
+        "TTFT": (Metric.TTFT_S, seconds),
+        "ITL": (Metric.ITL_S, seconds),
+    },
 }
 _BOTH = (OURS.name, UPSTREAM.name)
 _SHOWN = {

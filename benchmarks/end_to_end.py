@@ -56,12 +56,14 @@ def _with(**options: bool) -> KVTransfer:
     return replace(ours, extra_config={**ours.extra_config, **options})
 
 
-_COMPARED = {
+COMPARED = {
     specs.OURS.name: _with(seed_first_token=False),
     specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST,
 }
+"""Connectors that leave the cores to others. Both compute each answer's first token."""
+
 _ALL: Mapping[str, KVTransfer | None] = {
-    **_COMPARED,
+    **COMPARED,
     specs.EARLY.name: _with(early_dispatch=True, seed_first_token=False),
     specs.EARLY_SEEDED.name: _with(early_dispatch=True, seed_first_token=True),
     specs.UPSTREAM.name: UPSTREAM,
@@ -81,17 +83,20 @@ class Load:
         num_requests: How many.
         input_tokens: Of each prompt, random.
         output_tokens: Of each answer.
+        clients: How many there are, each of which waits for its answer; None for no limit.
     """
 
     rate: float
     num_requests: int = 8
     input_tokens: int = 512
     output_tokens: int = 32
+    clients: int | None = None
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        return f"{self.input_tokens}+{self.output_tokens} tokens, {self.rate:g} requests/s"
+        asked = f"{self.rate:g} requests/s" if self.clients is None else f"{self.clients} clients"
+        return f"{self.input_tokens}+{self.output_tokens} tokens, {asked}"
 
     def result(self, link: Link | None) -> Result:
         """What is still to be filled, with such a link between the engines."""
@@ -127,12 +132,12 @@ def measure_end_to_end(
     }
     for link, reason in refused.items():
         for _, result in cases[link]:
-            result.missing.update(dict.fromkeys(_COMPARED, reason))
+            result.missing.update(dict.fromkeys(COMPARED, reason))
     yield from (result for alike in cases.values() for _, result in alike)
     try:
         bench = _Bench(prepare_default_model(cache_dir(), plan.directory), rounds, plan)
         for link in given:
-            stacks = dict(_ALL if link is None else _COMPARED)
+            stacks = dict(_ALL if link is None else COMPARED)
             if specs.EARLY_SEEDED.name in stacks and (why := why_no_first_tokens()):
                 del stacks[specs.EARLY_SEEDED.name]
                 for _, result in cases[link]:
@@ -195,24 +200,42 @@ class _Bench:
                     result.add(variant, self._run(stack, server, load, next(seeds)))
 
     def _run(self, stack: PDStack, server: Server, load: Load, seed: int) -> dict[Metric, float]:
-        """Run `vllm bench serve`."""
-        name, directory = f"bench-{seed}", stack.run_dir
-        vllm = find_script("vllm")
-        command = bench_command(vllm, server.url, self.model, load, seed, directory, name)
-        client = ChildProcess(name, command, server_env(os.environ), directory)
-        try:
-            deadline_s = time.monotonic() + _LIMIT_S
-            while client.exit_status is None:
-                stack.check()
-                if time.monotonic() > deadline_s:
-                    raise BenchmarkError(f"{name} did not end in {_LIMIT_S:.0f} s")
-                time.sleep(_POLL_S)
-            if client.exit_status != 0:
-                client.check()
-        finally:
-            client.stop()
-        path = directory / f"{name}.json"
-        return read_result(json.loads(path.read_text(encoding="utf-8")), load)
+        return run_client(stack, server, self.model, load, seed)
+
+
+def run_client(
+    stack: PDStack, server: Server, model: ServedModel, load: Load, seed: int
+) -> dict[Metric, float]:
+    """Run `vllm bench serve`.
+
+    Args:
+        stack: What is asked, which is watched meanwhile.
+        server: Which of its servers is asked.
+        model: What it serves.
+        load: What is asked for.
+        seed: Of the prompts; each has a log of its own in the stack's directory.
+
+    Raises:
+        BenchmarkError: It did not end, or not all requests were answered.
+        PDStackError: A server or the client failed.
+    """
+    name, directory = f"bench-{seed}", stack.run_dir
+    vllm = find_script("vllm")
+    command = bench_command(vllm, server.url, model, load, seed, directory, name)
+    client = ChildProcess(name, command, server_env(os.environ), directory)
+    try:
+        deadline_s = time.monotonic() + _LIMIT_S
+        while client.exit_status is None:
+            stack.check()
+            if time.monotonic() > deadline_s:
+                raise BenchmarkError(f"{name} did not end in {_LIMIT_S:.0f} s")
+            time.sleep(_POLL_S)
+        if client.exit_status != 0:
+            client.check()
+    finally:
+        client.stop()
+    path = directory / f"{name}.json"
+    return read_result(json.loads(path.read_text(encoding="utf-8")), load)
 
 
 def _start(stack: PDStack, connector: KVTransfer | None, ends: tuple[Site, Site]) -> Server:
@@ -245,6 +268,7 @@ def bench_command(
         *("--dataset-name", "random", "--random-input-len", str(load.input_tokens)),
         *("--random-output-len", str(load.output_tokens), "--ignore-eos", "--temperature", "0"),
         *("--num-prompts", str(load.num_requests), "--request-rate", f"{load.rate:g}"),
+        *(() if load.clients is None else ("--max-concurrency", str(load.clients))),
         # The client's own warm-up asks for one of the prompts that it measures.
         *("--num-warmups", "0", "--seed", str(seed), "--disable-tqdm"),
         *("--save-result", "--result-dir", str(directory), "--result-filename", f"{name}.json"),
@@ -266,4 +290,5 @@ def read_result(result: Mapping[str, Any], load: Load) -> dict[Metric, float]:
         Metric.ITL_S: result["median_itl_ms"] / 1e3,
         Metric.ITL_P99_S: result["p99_itl_ms"] / 1e3,
         Metric.TOKENS_PER_S: result["output_throughput"],
+        Metric.REQUESTS_PER_S: result["request_throughput"],
     }

@@ -84,6 +84,12 @@ _CHARTS = (
         _of(Metric.TTFT_S),
         report.seconds,
     ),
+    _Chart(
+        Part.CLIENTS,
+        "Clients: seconds of CPU of both engines a request (less is better)",
+        _of(Metric.ENGINES_CPU_S),
+        report.seconds,
+    ),
 )
 
 

@@ -43,6 +43,7 @@ _TITLES = {
     Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work",
     Part.NETWORK: "Network: from the last byte to the report",
     Part.END_TO_END: "End to end: vllm bench serve",
+    Part.CLIENTS: "Clients that wait for their answers: vllm bench serve",
 }
 
 
@@ -126,6 +127,7 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
         Part.PAUSES: _pause_rows,
         Part.NETWORK: _network_rows,
         Part.END_TO_END: _end_to_end_rows,
+        Part.CLIENTS: _client_rows,
     }
     columns = {
         Part.HANDSHAKE: ("time", "upstream / this", "peak memory", "upstream / this"),
@@ -147,6 +149,12 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "between tokens",
             "99th percentile",
             "tokens/s",
+        ),
+        Part.CLIENTS: (
+            "requests/s",
+            "CPU of both engines, a request",
+            "time to first token",
+            "between tokens",
         ),
     }
     tables = []
@@ -253,6 +261,15 @@ def _end_to_end_rows(result: Result, variant: str) -> list[str]:
         figures(result.summary(variant, Metric.ITL_S), seconds),
         figures(result.summary(variant, Metric.ITL_P99_S), seconds),
         figures(result.summary(variant, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
+    ]
+
+
+def _client_rows(result: Result, variant: str) -> list[str]:
+    return [
+        figures(result.summary(variant, Metric.REQUESTS_PER_S), lambda value: f"{value:.3g}"),
+        figures(result.summary(variant, Metric.ENGINES_CPU_S), seconds),
+        figures(result.summary(variant, Metric.TTFT_S), seconds),
+        figures(result.summary(variant, Metric.ITL_S), seconds),
     ]
 
 

@@ -21,6 +21,12 @@ class Part(Enum):
     PAUSES = "pauses"
     NETWORK = "network"
     END_TO_END = "end-to-end"
+    CLIENTS = "clients"
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether engines are started for it, and not only connectors."""
+        return self in (Part.END_TO_END, Part.CLIENTS)
 
 
 class Metric(Enum):
@@ -45,6 +51,8 @@ class Metric(Enum):
     ITL_S = "inter_token_latency_s"
     ITL_P99_S = "inter_token_latency_p99_s"
     TOKENS_PER_S = "output_tokens_per_s"
+    REQUESTS_PER_S = "requests_per_s"
+    ENGINES_CPU_S = "cpu_s_of_both_engines_per_request"
 
 
 @dataclass

@@ -118,6 +118,7 @@ def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
         Part.PAUSES: _pauses,
         Part.NETWORK: _network,
         Part.END_TO_END: _end_to_end,
+        Part.CLIENTS: _clients,
     }
     ruled = (each for each in results if each.part in rules)
     verdicts = [verdict for result in ruled for verdict in rules[result.part](result, ours)]
@@ -201,6 +202,15 @@ def _end_to_end(result: Result, ours: str) -> Iterable[Verdict]:
         yield _verdict(target, result, first, 0.95, variant, at_most=True)
         speed = result.ratio(variant, ours, Metric.TOKENS_PER_S)
         yield _verdict(f"tokens a second, {variant} / {ours}", result, speed, 0.97, variant)
+
+
+def _clients(result: Result, ours: str) -> Iterable[Verdict]:
+    at_rest = UPSTREAM_AT_REST.name
+    faster = result.ratio(ours, at_rest, Metric.REQUESTS_PER_S)
+    yield _verdict(f"our requests a second / those of {at_rest}", result, faster, 1.0, at_rest)
+    cpu = result.ratio(ours, at_rest, Metric.ENGINES_CPU_S)
+    target = f"our CPU time of both engines a request / that of {at_rest}"
+    yield _verdict(target, result, cpu, 1.0, at_rest, at_most=True)
 
 
 def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:

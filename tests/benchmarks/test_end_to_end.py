@@ -32,6 +32,7 @@ WRITTEN = {
     "median_itl_ms": 40.0,
     "p99_itl_ms": 90.0,
     "output_throughput": 12.5,
+    "request_throughput": 0.4,
 }
 
 
@@ -45,6 +46,7 @@ def test_command_names_server_load_and_result():
     assert options["--request-rate"] == "0.5" and options["--num-prompts"] == "8"
     assert options["--tokenizer"] == "models/tiny" and options["--model"] == "tiny"
     assert options["--seed"] == "7" and options["--result-filename"] == "bench-7.json"
+    assert "--max-concurrency" not in command
 
 
 def test_engines_go_to_their_sites():
@@ -124,6 +126,7 @@ def test_result_is_in_seconds():
         Metric.ITL_S: 0.04,
         Metric.ITL_P99_S: 0.09,
         Metric.TOKENS_PER_S: 12.5,
+        Metric.REQUESTS_PER_S: 0.4,
     }
 
 
