@@ -48,7 +48,7 @@ class Pair:
     def cpu_s(self) -> float:
         """CPU time that all processes of both engines have taken."""
         times = [each.cpu_times() for engine in self.engines for each in engine.child.processes()]
-        return sum(each.user + each.system for each in times)
+        return float(sum(each.user + each.system for each in times))
 
 
 def measure_clients(
@@ -112,7 +112,7 @@ def _ask(
     for number in range(rounds):
         for load, result in cases:
             seed = next(seeds)
-            for variant in (list(pairs), [*reversed(pairs)])[number % 2]:
+            for variant in list(pairs)[:: -1 if number % 2 else 1]:
                 plan.say(f"clients: {variant}, {load.name}, round {number + 1} of {rounds}")
                 pair = pairs[variant]
                 before_s = pair.cpu_s()

@@ -91,6 +91,12 @@ def results() -> list[Result]:
     cpu = {Metric.REQUEST_CPU_S: 0.003, Metric.OWN_CPU_S: 3e-4, Metric.WORKER_CPU_S: 0.006}
     pauses = {Metric.LONGEST_PAUSE_S: 0.002, Metric.PAUSE_P99_S: 0.001}
     arrived = {Metric.SECONDS: 0.02, Metric.STEPS_AFTER_ARRIVAL: 1}
+    asked = {
+        Metric.REQUESTS_PER_S: 13.23,
+        Metric.ENGINES_CPU_S: 0.1258,
+        Metric.TTFT_S: 0.234,
+        Metric.ITL_S: 0.026,
+    }
     return [
         handshake(1_000, ours=(0.016, 2e6), upstream=(0.14, 28e6)),
         handshake(100_000, ours=(0.02, 2e6)),
@@ -108,6 +114,7 @@ def results() -> list[Result]:
         measured(Part.PAUSES, "TP2->TP1, 1000 held", {}, {"upstream": pauses}),
         measured(Part.NETWORK, "TP2->TP1, 8 MiB, TCP", {}, {"ours (direct)": arrived}),
         end_to_end(0.5, 0.3),
+        measured(Part.CLIENTS, "300+24 tokens, 12 clients", {}, {"ours": asked}),
     ]
 
 
@@ -176,6 +183,7 @@ def test_files_have_a_row_for_each_case_and_variant(results, tmp_path):
         "pauses": ["upstream", "2 ms", "1 ms"],
         "network": ["ours (direct)", "20 ms", "1"],
         "end-to-end": ["ours", "300 ms", "25 ms", "60 ms", "16.7"],
+        "clients": ["ours", "13.2", "126 ms", "234 ms", "26 ms"],
     }.items():
         _, row = stored(tmp_path, name)
         assert row[1:] == figures

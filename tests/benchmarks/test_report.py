@@ -34,6 +34,7 @@ def results() -> list[Result]:
     transfer = Result(Part.TRANSFER, "TP2->TP1, blocks of 32, contiguous", sizes)
     path = Result(Part.REQUEST_PATH, "TP2->TP1, 256 in flight", {"requests": 256})
     end = Result(Part.END_TO_END, "512+32 tokens, 1 requests/s")
+    clients = Result(Part.CLIENTS, "300+24 tokens, 12 clients")
     idle, pause = Result(Part.IDLE, "connected"), Result(Part.PAUSES, "256 in flight")
     peers = Result(Part.PEERS, "TP1->TP1, 200 engines", {"peers": 200})
     network = Result(Part.NETWORK, "TCP, loopback, steps of 10 ms")
@@ -67,8 +68,10 @@ def results() -> list[Result]:
                     Metric.TOKENS_PER_S: value,
                 },
             )
+            measured = (Metric.REQUESTS_PER_S, Metric.ENGINES_CPU_S, Metric.TTFT_S, Metric.ITL_S)
+            clients.add(variant, dict.fromkeys(measured, value))
     handshake.give_up("upstream at rest", "it [cannot]")
-    return [handshake, transfer, path, idle, peers, pause, network, end]
+    return [handshake, transfer, path, idle, peers, pause, network, end, clients]
 
 
 def printed(*renderables: object) -> str:
