@@ -95,7 +95,9 @@ class Load:
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        asked = f"{self.rate:g} requests/s" if self.clients is None else f"{self.clients} clients"
+        asked = f"{self.rate:g} requests/s"
+        if self.clients is not None:
+            asked = "1 client" if self.clients == 1 else f"{self.clients} clients"
         return f"{self.input_tokens}+{self.output_tokens} tokens, {asked}"
 
     def result(self, link: Link | None) -> Result:

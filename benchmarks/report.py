@@ -23,8 +23,8 @@ FORMAT = 2
 
 NOTES = (
     "Values are medians of the repetitions, with the least and the greatest in brackets. Ratios "
-    "are of the two values of one repetition; end to end, of one round, whose prompts are the "
-    "same, while one stack is measured after another. Pauses are measured twice at most.",
+    "are of the two values of one repetition; with engines, of one round, whose prompts are the "
+    "same. End to end, one stack is measured after another. Pauses are measured twice at most.",
     "upstream: the connector as it ships. On CPU it binds its process to the last core, and NIXL's "
     "threads spin. upstream at rest: the same with NIXL's threads resting as long as ours do, and "
     "bound to no core.",
