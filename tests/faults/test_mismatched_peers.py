@@ -103,7 +103,7 @@ def test_upstreams_connector_cannot_read_from_ours(stage: Stage, stranger_of: St
     stage.abandoned += 1
     (line,) = ours.complaints(but=LEASE_RAN_OUT)
     assert ROWS["upstream's connector reads from this one"].tells("500", line, "lease"), line
-    assert theirs.find("the one that asks does: see why in that engine's log, where it was left")
+    assert theirs.find("the one that asks does: install the plugin vllm-kv-reshard")
     assert ask_unaided(stranger, stage.model, text)
 
 
@@ -116,7 +116,7 @@ def test_ours_cannot_read_from_upstreams_connector(stage: Stage, stranger_of: St
         assert_failed(post(router, stage.model, text))
     (line,) = log.complaints()
     assert ROWS["this connector reads from upstream's"].tells("500", line, "lease"), line
-    assert theirs.find("which runs upstream's NixlConnector: see why in that engine's log")
+    assert theirs.find("which runs upstream's NixlConnector: install the plugin vllm-kv-reshard")
     assert ask_unaided(stranger, stage.model, text)
 
 
