@@ -4,7 +4,6 @@
 A tiny model computes next to nothing, so that what connectors and their engines do for a request
 weighs as much as it can. Pairs of engines with each connector are up at the same time and are
 asked by turns, in the other order every other round: what the machine does meanwhile befalls both.
-A pair that is not asked takes a hundredth of a core.
 """
 
 from __future__ import annotations

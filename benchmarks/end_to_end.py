@@ -194,15 +194,13 @@ class _Bench:
             server = _start(stack, connector, ends)
             seeds = itertools.count()
             self.plan.say(f"end to end: {name}, warming up")
-            self._run(stack, server, cases[-1][0], next(seeds))
+            run_client(stack, server, self.model, cases[-1][0], next(seeds))
             for number in range(self.rounds):
                 for load, result in cases:
                     round_ = f"round {number + 1} of {self.rounds}"
                     self.plan.say(f"end to end: {name}, {load.name}, {round_}")
-                    result.add(variant, self._run(stack, server, load, next(seeds)))
-
-    def _run(self, stack: PDStack, server: Server, load: Load, seed: int) -> dict[Metric, float]:
-        return run_client(stack, server, self.model, load, seed)
+                    measured = run_client(stack, server, self.model, load, next(seeds))
+                    result.add(variant, measured)
 
 
 def run_client(
