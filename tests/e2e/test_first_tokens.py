@@ -104,7 +104,7 @@ def test_token_that_ends_the_answer_ends_it(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked_for", [{"seed": 3}, {"logprobs": True}, {"min_tokens": 2}, UNSEEDED], ids=str
+    "asked_for", [{"seed": 3}, {"min_tokens": 2}, UNSEEDED], ids=str
 )
 def test_what_more_than_a_draw_decides_is_computed(pair: Pair, asked_for: dict[str, Any]) -> None:
     """By the decode engine, which says what one engine does."""
@@ -114,6 +114,35 @@ def test_what_more_than_a_draw_decides_is_computed(pair: Pair, asked_for: dict[s
     before = num_seeded(pair)
     assert said(post(pair.router, pair.model, text, **how)) == right
     assert num_seeded(pair) == before
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_log_probabilities_are_one_engines(pair: Pair, ends: bool) -> None:
+    """Of each token and of the likeliest ones, also where the first one ends the answer."""
+    text = text_of(f"ranked {ends}", 100)
+    how: dict[str, Any] = {**ONE_OUTCOME, "logprobs": True, "top_logprobs": 3}
+    alone = post(pair.decode, pair.model, text, **how, return_token_ids=True, cache_salt="unaided")
+    if ends:
+        how["stop_token_ids"] = alone.json()["choices"][0]["token_ids"][:1]
+        alone = post(pair.decode, pair.model, text, **how, cache_salt="unaided")
+    before = num_seeded(pair)
+    answered = post(pair.router, pair.model, text, **how)
+    assert num_seeded(pair) == before + (not ends)
+    assert said(answered) == said(alone)
+    right, found = (ranked(each) for each in (alone, answered))
+    assert right
+    assert [each[:-1] for each in found] == [each[:-1] for each in right]
+    assert [each[-1] for each in found] == pytest.approx([each[-1] for each in right], abs=1e-3)
+
+
+def ranked(reply: httpx.Response) -> list[tuple[Any, ...]]:
+    """Place, token and log-probability of each token, and of the likeliest ones at each place."""
+    places = reply.json()["choices"][0]["logprobs"]["content"]
+    return [
+        (place, each["token"], each["bytes"], each["logprob"])
+        for place, token in enumerate(places)
+        for each in (token, *token["top_logprobs"])
+    ]
 
 
 def test_stream_begins_with_the_token(pair: Pair) -> None:

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -58,6 +58,7 @@ class Serving:
         self.scheduler = scheduler
         self.finished: dict[str, FinishReason] = {}
         self.answers: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[LogprobsLists | None]] = {}
         self.handed_over: dict[str, dict] = {}
         self.told = ReshardConnectorMetadata()
         # As the engine core does where it can: requests that the connector holds back.
@@ -149,6 +150,7 @@ class Serving:
         sent=(),
         failed=None,
         heard: KVConnectorOutput | None = None,
+        logprobs: LogprobsLists | None = None,
     ) -> None:
         """End a step, in which the model has said the same for every request.
 
@@ -159,6 +161,7 @@ class Serving:
             sent: Requests that all workers report as sent.
             failed: Requests of the received ones that could not be read, with their blocks.
             heard: What workers report, in place of these.
+            logprobs: What the model said of each request's token.
         """
         request_ids = list(scheduled.num_scheduled_tokens)
         outputs = self.scheduler.update_from_output(
@@ -167,6 +170,7 @@ class Serving:
                 request_ids,
                 {request_id: position for position, request_id in enumerate(request_ids)},
                 [list(said) if self._has_said(each) else [] for each in request_ids],
+                logprobs,
                 kv_connector_output=heard
                 or KVConnectorOutput(
                     finished_sending=set(sent),
@@ -178,6 +182,7 @@ class Serving:
         for by_client in outputs.values():
             for output in by_client.outputs:
                 self.answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+                self.logprobs.setdefault(output.request_id, []).append(output.new_logprobs)
                 if output.finish_reason is not None:
                     self.finished[output.request_id] = output.finish_reason
                 if output.kv_transfer_params is not None:

@@ -6,15 +6,18 @@ The model of the prefill engine says token 7, and that of the decode engine 8.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import StructuredOutputsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -219,9 +222,8 @@ def test_token_of_a_build_that_does_not_say_how_it_sampled_is_not_taken_over(ser
     "asked_for",
     [
         {**SAMPLED, "seed": 3},
-        {"logprobs": 0},
-        {**SAMPLED, "logprobs": 2},
         {"prompt_logprobs": 1},
+        {"logprobs": 1, "logprob_token_ids": [3]},
         {"thinking_token_budget": 5},
         {"extra_args": {"mine": 1}},
     ],
@@ -268,6 +270,112 @@ def test_answer_is_computed_where_the_token_is_not_its_first(serving, asked_for,
     assert DECODED not in d.answers
     assert set(finish(d)) == {COMPUTED}
     assert num_counted(d) == 0
+
+
+ROW = LogprobsLists(
+    np.array([[TOLD, 3, 5, 9]], np.int32),
+    np.array([[-2.25, -0.5, -1.75, -4.0]], np.float32),
+    np.array([4], np.int64),
+)
+"""Of a step in which another request has asked for three."""
+RANKED = [[TOLD, 3, 5], [-2.25, -0.5, -1.75], 4]
+
+
+def prefill_ranked(p: Serving, row: LogprobsLists | None = ROW, **asked_for) -> dict:
+    """Compute a prompt whose client wants log-probabilities; returns what routers pass on."""
+    asked_for = {**GREEDY, "logprobs": 2, **asked_for}
+    p.add(PREFILLED, {"do_remote_decode": True}, **asked_for)
+    p.end(p.begin(), said=[TOLD], logprobs=row)
+    return p.handed_over[PREFILLED]
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_log_probabilities_travel_with_the_token(serving, wanted):
+    """As many as its client has asked for, as the prefill engine has them, through JSON."""
+    p, d = serving(**OPTION), serving(**OPTION)
+    params = json.loads(json.dumps(prefill_ranked(p, logprobs=wanted)))
+    assert params["remote_sampled_logprobs"] == [*(each[: wanted + 1] for each in RANKED[:2]), 4]
+    read(d, params, logprobs=wanted)
+    assert took_over(d)
+    (of_first,) = d.logprobs[DECODED]
+    for said, right in zip(of_first[:2], ROW[:2], strict=True):
+        assert said.dtype == right.dtype
+        assert said.tolist() == right[:, : wanted + 1].tolist()
+    assert of_first.sampled_token_ranks.tolist() == [4]
+    assert finish(d) == [TOLD, COMPUTED]
+
+
+def test_log_probabilities_that_nobody_asks_for_are_not_given_out(serving):
+    """A front end that does not expect them would fail, with all of its requests."""
+    d = serving(**OPTION)
+    read(d, told(remote_sampled_logprobs=RANKED))
+    assert took_over(d)
+    assert d.logprobs[DECODED] == [None]
+
+
+@pytest.mark.parametrize(
+    "ranked",
+    [
+        None,
+        [[TOLD, 3], [-2.25, -0.5], 4],
+        [[TOLD, 3, 5, 9], [-2.25, -0.5, -1.75, -4.0], 4],
+        [[TOLD, 3, 5], [-2.25, -0.5], 4],
+        [[3, TOLD, 5], [-0.5, -2.25, -1.75], 4],
+        [[TOLD, 3, 1 << 30], [-2.25, -0.5, -1.75], 4],
+        [[], [], 4],
+    ],
+    ids=["untold", "fewer", "more", "uneven", "another token's", "no model's", "none"],
+)
+def test_answer_is_computed_without_the_log_probabilities_that_are_wanted(serving, ranked):
+    """The decode engine says its own."""
+    d = serving(**OPTION)
+    read(d, told(remote_sampled_logprobs=ranked), logprobs=2)
+    assert DECODED not in d.answers
+    assert finish(d) == [COMPUTED, COMPUTED]
+
+
+@pytest.mark.parametrize(
+    "ranked",
+    ["3", [[TOLD]], [[TOLD], [-1.0], 0], [[-1], [-1.0], 1], [[TOLD], ["-1"], 1]]
+    + [[[TOLD], [each], 1] for each in (float("nan"), float("-inf"), 1e300, 10**400)]
+    + [[[TOLD] * 130, [-1.0] * 130, 1]],
+    ids=lambda each: str(each)[:24],
+)
+def test_log_probabilities_that_are_none_make_parameters_malformed(serving, ranked):
+    """Whether or not the client has asked for them."""
+    d = serving(**OPTION)
+    d.add(DECODED, told(remote_sampled_logprobs=ranked), max_tokens=2, **GREEDY)
+    d.begin()
+    assert "malformed" in d.told.receive[DECODED].fault
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "row"),
+    [
+        ({}, None),
+        ({}, ROW._replace(logprobs=np.array([[-2.25, -0.5, float("-inf"), 0.0]], np.float32))),
+        ({"logprobs": -1}, ROW),
+        ({"logprobs": 129}, ROW),
+    ],
+    ids=["none", "excluded", "all", "too many"],
+)
+def test_token_is_not_told_without_its_log_probabilities(serving, asked_for, row):
+    """Nor where there are too many, or some that JSON does not have."""
+    assert "remote_sampled_token" not in prefill_ranked(serving(**OPTION), row, **asked_for)
+
+
+def test_log_probabilities_of_another_kind_are_computed(serving):
+    """Processed ones would be those of the only token allowed where it ends the answer."""
+    request = SimpleNamespace(
+        output_token_ids=[TOLD],
+        kv_transfer_params={"do_remote_decode": True},
+        resumable=False,
+        last_logprobs=ROW,
+        sampling_params=SamplingParams(logprobs=2),
+    )
+    for has_logprobs in (True, False):
+        tokens = FirstTokens(99, 99, lambda: None, has_logprobs=has_logprobs)
+        assert bool(tokens.of_offer(request)) is has_logprobs
 
 
 @pytest.mark.parametrize("token", ["7", -1, 1.5, [7], 1 << 40])

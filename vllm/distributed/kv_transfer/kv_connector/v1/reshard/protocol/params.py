@@ -40,16 +40,41 @@ _Secret = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """64 bits in hexadecimal: of a number's 64 bits, a router in JavaScript would keep 53."""
 
 
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Float32 = Annotated[float, msgspec.Meta(ge=-3.4e38, le=3.4e38)]
+"""A number that stays finite as a float32."""
+
+MAX_LOGPROBS = 128
+"""Most of the likeliest tokens whose log-probabilities come with a first token. vLLM's
+`max_logprobs` is 20."""
+
+
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a sampled token and of the likeliest tokens in its place.
+
+    Attributes:
+        tokens: The sampled token, then the likeliest ones.
+        logprobs: Their log-probabilities, in the same order.
+        rank: Rank of the sampled token among all of them, from 1.
+    """
+
+    tokens: Annotated[list[_Token], msgspec.Meta(max_length=MAX_LOGPROBS + 1)]
+    logprobs: Annotated[list[_Float32], msgspec.Meta(max_length=MAX_LOGPROBS + 1)]
+    rank: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
 class FirstToken(NamedTuple):
     """The token that a prefill engine has sampled.
 
     Attributes:
         token: The token.
         sampling: Digest of the parameters that it was sampled with.
+        logprobs: Log-probabilities in its place; None if the client did not ask for them.
     """
 
     token: int
     sampling: str
+    logprobs: SampledLogprobs | None = None
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True):
@@ -65,6 +90,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
             or 0 if they end with the prompt.
         remote_sampled_token: Token that was sampled after these; None if it was not sent.
         remote_sampled_with: Digest of the parameters that it was sampled with; None likewise.
+        remote_sampled_logprobs: Log-probabilities in its place; None if they were not sent.
         remote_adapter: Digest of the files of the LoRA adapter that computed them; None without an
             adapter, or if an engine of another build holds them.
         remote_secret: Secret that gives the blocks up; None if an engine of another build holds
@@ -77,8 +103,9 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
-    remote_sampled_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_sampled_token: _Token | None = None
     remote_sampled_with: Text | None = None
+    remote_sampled_logprobs: SampledLogprobs | None = None
     remote_adapter: Text | None = None
     remote_secret: _Secret | None = None
 
@@ -192,12 +219,18 @@ def first_token(params: Params | None) -> FirstToken | None:
     """
     told = params or {}
     token, sampling = told.get("remote_sampled_token"), told.get("remote_sampled_with")
-    return None if token is None or sampling is None else FirstToken(token, sampling)
+    if token is None or sampling is None:
+        return None
+    logprobs = told.get("remote_sampled_logprobs")
+    return FirstToken(token, sampling, msgspec.convert(logprobs, SampledLogprobs | None))
 
 
 def of_first_token(first: FirstToken) -> Params:
     """Return what an offer says of the token after the offered ones."""
-    return {"remote_sampled_token": first.token, "remote_sampled_with": first.sampling}
+    told: Params = {"remote_sampled_token": first.token, "remote_sampled_with": first.sampling}
+    if first.logprobs is not None:
+        told["remote_sampled_logprobs"] = msgspec.to_builtins(first.logprobs)
+    return told
 
 
 def bind_adapter(params: Params, digest: str) -> bool:

@@ -14,13 +14,15 @@ Whether a token is taken over must not depend on which one it is, as the answers
 be another one. So a token that ends the answer is taken over as well: vLLM's own step ends it,
 in which no other token is allowed. A grammar, which both ends have, is advanced by the token.
 
-Each checks its own request. What must be sent with the token, or changes it in ways that a digest
-does not tell, keeps it from being sent or used; so do parameters that this module does not know.
+Each checks its own request. Log-probabilities travel with the token. What changes it in ways that a
+digest does not tell keeps it from being sent or used; so do parameters that this module does not
+know.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from hashlib import sha256
@@ -28,16 +30,20 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from ...protocol.ids import RequestId
 from ...protocol.params import (
+    MAX_LOGPROBS,
     FirstToken,
     Params,
+    SampledLogprobs,
     first_token,
     of_first_token,
     offered_tokens,
@@ -63,7 +69,7 @@ _SAMPLES_WITH = (
 _LOOKED_AT = frozenset(
     {
         *("seed", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"),
-        "structured_outputs",
+        *("structured_outputs", "logprobs"),
     }
 )
 """Other fields that this module reads by name."""
@@ -161,6 +167,8 @@ def open_first_tokens(
         record,
         is_on=why_not is None,
         grammar_rules=_grammar_rules(config.structured_outputs_config),
+        # Of processed ones, those of an answer's end would be of the only token allowed there.
+        has_logprobs=model_config.logprobs_mode == "raw_logprobs",
     )
 
 
@@ -176,6 +184,7 @@ class FirstTokens:
         is_on: Whether first tokens are sent and taken over.
         grammar_rules: This engine's settings for grammars, which decide what they allow; None to
             send and take over no token of an answer with a grammar.
+        has_logprobs: Whether tokens come with log-probabilities, where clients ask for them.
     """
 
     def __init__(
@@ -186,12 +195,14 @@ class FirstTokens:
         *,
         is_on: bool = True,
         grammar_rules: tuple[bool, ...] | None = None,
+        has_logprobs: bool = True,
     ) -> None:
         self._record = record
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._is_on = is_on
         self._grammar_rules = grammar_rules
+        self._has_logprobs = has_logprobs
         self._reading: dict[RequestId, Request] = {}
         self._received: list[Request] = []
         self._told: dict[RequestId, FirstToken] = {}
@@ -218,7 +229,9 @@ class FirstTokens:
             or not self._is_plain(request, sampling)
         ):
             return {}
-        return of_first_token(FirstToken(tokens[0], _digest(sampling, self._grammar_rules)))
+        digest = _digest(sampling, self._grammar_rules)
+        first = FirstToken(tokens[0], digest, _sampled_logprobs(request, sampling))
+        return of_first_token(first) if self._has_wanted_logprobs(first, sampling) else {}
 
     def begin(self, request: Request) -> None:
         """Track a new request whose prompt another engine computes."""
@@ -262,7 +275,8 @@ class FirstTokens:
                 request.sampling_params.allowed_token_ids = [token]
                 continue
             if _fits_grammar(request, token):
-                outputs.append((request.client_index, _begin(request, token)))
+                told = None if sampling.logprobs is None else first.logprobs
+                outputs.append((request.client_index, _begin(request, token, told)))
                 self._record()
         return outputs
 
@@ -275,18 +289,36 @@ class FirstTokens:
             and self._is_plain(request, sampling)
             and first.token < self._vocab_size
             and first.sampling == _digest(sampling, self._grammar_rules)
+            and self._has_wanted_logprobs(first, sampling)
             and request.max_tokens > 1
             and request.num_tokens + 1 < self._max_model_len
         )
 
+    def _has_wanted_logprobs(self, first: FirstToken, sampling: SamplingParams) -> bool:
+        """Return whether a token has the log-probabilities that its client has asked for."""
+        if (wanted := sampling.logprobs) is None:
+            return True
+        return (
+            (told := first.logprobs) is not None
+            and len(told.tokens) == len(told.logprobs) == wanted + 1
+            and told.tokens[0] == first.token
+            and max(told.tokens) < self._vocab_size
+            # The model, or a client, may exclude tokens.
+            and all(map(math.isfinite, told.logprobs))
+        )
+
     def _is_plain(self, request: Request, sampling: SamplingParams) -> bool:
-        """Return whether a request asks for tokens only, the first as good as any other draw."""
+        """Return whether a request's first token is as good as any other draw, and can be sent."""
         return (
             # Its generator would stand elsewhere for the second token.
             sampling.sampling_type is not SamplingType.RANDOM_SEED
             # Drawn without a minimum, a token may end the answer.
             and sampling.min_tokens == 0
             and (sampling.structured_outputs is None or self._grammar_rules is not None)
+            and (
+                sampling.logprobs is None
+                or (self._has_logprobs and 0 <= sampling.logprobs <= MAX_LOGPROBS)
+            )
             and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
             and all(_is_default(sampling, name) for name in _DEFAULTS)
             and not request.resumable
@@ -336,7 +368,23 @@ def _fits_grammar(request: Request, token: int) -> bool:
     )
 
 
-def _begin(request: Request, token: int) -> EngineCoreOutput:
+def _sampled_logprobs(request: Request, sampling: SamplingParams) -> SampledLogprobs | None:
+    """Return what the step of a request's only token says of its log-probabilities."""
+    found: LogprobsLists | None = getattr(request, "last_logprobs", None)
+    if found is None or sampling.logprobs is None:
+        return None
+    # A row is as long as the longest that a request of the step asks for.
+    tokens, logprobs = (row[0, : sampling.logprobs + 1].tolist() for row in found[:2])
+    return SampledLogprobs(tokens, logprobs, int(found.sampled_token_ranks[0]))
+
+
+def _logprobs_lists(told: SampledLogprobs) -> LogprobsLists:
+    """Return log-probabilities of one token, as vLLM's model runners do."""
+    rows = np.array([told.tokens], np.int32), np.array([told.logprobs], np.float32)
+    return LogprobsLists(*rows, np.array([told.rank], np.int32))
+
+
+def _begin(request: Request, token: int, logprobs: SampledLogprobs | None) -> EngineCoreOutput:
     """Append a request's first token; return the output for its client."""
     if request.events:
         # If events are kept: its prefill ends now, and would otherwise begin with the next step.
@@ -346,6 +394,7 @@ def _begin(request: Request, token: int) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[token],
+        new_logprobs=None if logprobs is None else _logprobs_lists(logprobs),
         events=request.take_events(),
         prefill_stats=request.take_prefill_stats(),
         trace_headers=request.trace_headers,
