@@ -103,9 +103,7 @@ def test_token_that_ends_the_answer_ends_it(pair: Pair) -> None:
     assert num_seeded(pair) == before
 
 
-@pytest.mark.parametrize(
-    "asked_for", [{"seed": 3}, {"min_tokens": 2}, UNSEEDED], ids=str
-)
+@pytest.mark.parametrize("asked_for", [{"seed": 3}, {"min_tokens": 2}, UNSEEDED], ids=str)
 def test_what_more_than_a_draw_decides_is_computed(pair: Pair, asked_for: dict[str, Any]) -> None:
     """By the decode engine, which says what one engine does."""
     text = text_of(f"computed {asked_for}", 100)

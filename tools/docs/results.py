@@ -39,13 +39,11 @@ def release_lines(rows: Sequence[Row]) -> list[str]:
 
 def handover_lines(measured: Mapping[str, Any]) -> list[str]:
     """A row for each number of clients and each way."""
-    head = ["clients", "", "requests", "prefill", "handover", "of serial", "TTFT", "of serial"]
+    head = ["clients", "", "handover", "of serial", "TTFT", "of serial"]
     lines = [
         [
             str(row["clients"]),
             row["way"],
-            str(row["requests"]),
-            _ms(row["prefill_s"]),
             _ms(row["handover_s"]),
             f"{row['of_serial']:.2f}",
             _ms(row["ttft_s"]),

@@ -4,6 +4,7 @@
     serial    the prefill engine is asked, and when it has answered, the decode engine
     early     both are asked at once, as with `early_dispatch`
     seeded    the answer begins with the prefill engine's token, as with `seed_first_token`
+    sampled   that token and the answer are sampled, and not greedy
 
 One pair of engines has both options on, and each request says in which way it goes: what asks them
 stands in a router's place. So the ways take turns, and share whatever else the machine does. The
@@ -17,7 +18,6 @@ decode engine held for how long.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import statistics
@@ -40,6 +40,7 @@ _COORDINATES = (
     *("remote_host", "remote_port", "tp_size"),
 )
 """What routers keep of an answer that says that its engine pushes."""
+_SAMPLED = {"temperature": 0.7, "top_p": 0.95}
 _SENTENCE_TOKENS = 24
 """Of `_sentence`, with the tokenizer of SmolLM2; what the prompts came to is measured."""
 
@@ -51,17 +52,24 @@ class Way:
     Attributes:
         is_early: it is sent to both engines at once.
         is_seeded: its answer may begin with the prefill engine's token.
+        is_sampled: it is answered with tokens that are drawn.
     """
 
     is_early: bool = False
     is_seeded: bool = False
+    is_sampled: bool = False
 
     def __str__(self) -> str:
         how = "early" if self.is_early else "serial"
-        return f"{how}, seeded" if self.is_seeded else how
+        seeded = ", seeded" if self.is_seeded else ""
+        return f"{how}{seeded}{', sampled' if self.is_sampled else ''}"
 
 
-WAYS = tuple(Way(*each) for each in itertools.product((False, True), repeat=2))
+WAYS = tuple(
+    Way(is_early, *seeded)
+    for is_early in (False, True)
+    for seeded in ((False, False), (True, False), (True, True))
+)
 UNSEEDED_WAYS = tuple(each for each in WAYS if not each.is_seeded)
 
 
@@ -289,7 +297,7 @@ class Pair:
         body = {
             "model": self._model,
             "prompt": self._prompt(),
-            "temperature": 0.0,
+            **(_SAMPLED if way.is_sampled else {"temperature": 0.0}),
             "ignore_eos": True,
         }
         headers = {"X-Request-Id": router_id}

@@ -79,8 +79,8 @@ def test_each_way_is_asked_as_it_is_called():
         params = body["kv_transfer_params"]
         is_early = "remote_block_ids" not in params
         assert params == ({**COORDINATES, "remote_request_id": name} if is_early else PARAMS)
-        kinds.add((is_early, "vllm_xargs" not in body))
-    assert kinds == {(way.is_early, way.is_seeded) for way in WAYS}
+        kinds.add(Way(is_early, "vllm_xargs" not in body, body["temperature"] > 0))
+    assert kinds == {*WAYS}
 
 
 def test_both_engines_are_sent_one_prompt_under_one_name():
@@ -93,7 +93,8 @@ def test_both_engines_are_sent_one_prompt_under_one_name():
     prompts = [each["prefill"]["prompt"] for each in by_name.values()]
     assert len({*prompts}) == len(prompts)
     for each in by_name.values():
-        assert each["decode"]["prompt"] == each["prefill"]["prompt"]
+        for field in ("prompt", "temperature"):
+            assert each["decode"][field] == each["prefill"][field]
         assert (each["prefill"]["max_tokens"], each["prefill"]["min_tokens"]) == (1, 1)
 
 
@@ -137,12 +138,16 @@ def test_rows_are_medians_and_shares_of_serial():
         [
             turn(way, clients, handover_s, more_s)
             for clients in (1, 4)
-            for way, handover_s in reversed([*zip(WAYS, (0.4, 0.3, 0.2, 0.1), strict=True)])
+            for way, handover_s in reversed(
+                [*zip(WAYS, (0.4, 0.3, 0.3, 0.2, 0.1, 0.1), strict=True)]
+            )
             for more_s in (-0.05, 0.0, 3.0)
         ]
     )
-    assert [row.of_serial for row in found] == pytest.approx([1, 0.75, 0.5, 0.25] * 2)
-    assert [row.way for row in found[:4]] == ["serial", "serial, seeded", "early", "early, seeded"]
+    assert [row.of_serial for row in found] == pytest.approx([1, 0.75, 0.75, 0.5, 0.25, 0.25] * 2)
+    ways = ["serial", "serial, seeded", "serial, seeded, sampled"]
+    ways += [way.replace("serial", "early") for way in ways]
+    assert [row.way for row in found[:6]] == ways
     assert found[-1].ttft_s == pytest.approx(1.4)
     assert found[-1].ttft_of_serial == pytest.approx(1.4 / 2.6)
     assert found[-1].requests_s == pytest.approx(4 / 1.4)
