@@ -71,11 +71,80 @@ def test_prompts_of_one_request_are_paired(pair: Pair) -> None:
     pair.assert_nothing_is_left()
 
 
-def complete(server: Server, model: str, params: dict[str, Any]) -> httpx.Response:
+OF_NOBODY_YET = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
+IDENTITY = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode")
+
+
+def router_id(text: str) -> str:
+    """Return what a router calls the request of a text."""
+    return text[:15].strip()
+
+
+def complete(
+    server: Server, model: str, params: dict[str, Any], text: str = "nobody's", **fields: Any
+) -> httpx.Response:
     """Return what an engine says to a prompt with such parameters, whatever it is."""
-    body = {"model": model, "prompt": "nobody's", "max_tokens": 1, "kv_transfer_params": params}
-    url = f"{server.url}/v1/completions"
-    return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+    body = {
+        "model": model,
+        "prompt": text,
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "kv_transfer_params": params,
+        **fields,
+    }
+    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": router_id(text)}
+    return httpx.post(url, json=body, headers=headers, timeout=REQUEST_LIMIT_S, trust_env=False)
+
+
+@pytest.mark.parametrize("way", ["serial", "at once", "again", "peer to peer"])
+def test_routing_sidecar_of_llm_d_is_answered(pair: Pair, way: str) -> None:
+    """By what llm-d-router's sidecar sends with its connectors `nixlv2` and `offloading`.
+
+    At once it sends what it keeps of an answer that pushes, with a `transfer_id` for both engines;
+    and again, with the new answer's parameters, if that answer is another engine's.
+    """
+
+    def prefill(text: str, params: dict[str, Any]) -> dict[str, Any]:
+        reply = complete(pair.prefill, pair.model, params, text)
+        told: dict[str, Any] = reply.json()["kv_transfer_params"]
+        return told
+
+    def decode(text: str, params: dict[str, Any]) -> str:
+        reply = complete(pair.decode, pair.model, params, text, max_tokens=8)
+        answer: str = reply.raise_for_status().json()["choices"][0]["text"]
+        return answer
+
+    text, key = text_of(f"sidecar {way}", 2 * BLOCK_TOKENS + 9), f"xfer-{way}"
+    known = prefill("another", OF_NOBODY_YET)
+    decode("another", known)
+    before = pair.decode.nixl_counters()
+    if way == "peer to peer":
+        prefill(text, {"remote_decoder": {"kv_request_id": key}})
+        place = {name: known[name] for name in ("remote_host", "remote_port")}
+        answer = decode(text, {"remote_prefiller": {"kv_request_id": key, **place}})
+    elif way == "at once":
+        params = {
+            **{name: known[name] for name in IDENTITY},
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": router_id(text),
+            "transfer_id": key,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            prefilled = pool.submit(prefill, text, {**OF_NOBODY_YET, "transfer_id": key})
+            answer = decode(text, params)
+            assert prefilled.result()["transfer_mode"] == "push"
+    else:
+        more = {"transfer_id": key} if way == "again" else {}
+        answer = decode(text, {**prefill(text, {**OF_NOBODY_YET, **more}), **more})
+    pair.read_since(before, transfers=2)
+    unaided = complete(pair.prefill, pair.model, {}, text, max_tokens=8, cache_salt="unaided")
+    assert answer == unaided.json()["choices"][0]["text"]
+    pair.assert_nothing_is_left()
 
 
 def test_request_that_only_the_decode_engine_has_ends_with_an_error(pair: Pair) -> None:

@@ -38,11 +38,10 @@ def release_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def handover_lines(measured: Mapping[str, Any]) -> list[str]:
-    """A row for each number of clients and each way."""
-    head = ["clients", "", "handover", "of serial", "TTFT", "of serial"]
+    """A row for each way of one client's requests."""
+    head = ["", "handover", "of serial", "TTFT", "of serial"]
     lines = [
         [
-            str(row["clients"]),
             row["way"],
             _ms(row["handover_s"]),
             f"{row['of_serial']:.2f}",
@@ -51,7 +50,7 @@ def handover_lines(measured: Mapping[str, Any]) -> list[str]:
         ]
         for row in measured["rows"]
     ]
-    return table(head, lines, numbers=2)
+    return table(head, lines, numbers=1)
 
 
 def _ms(seconds: float) -> str:
