@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that offload to host memory beside ours, within `MultiConnector`.
-
-vLLM's `OffloadingConnector` on CPU, but for its copies, which vLLM makes on GPUs only.
-"""
+"""Engines that offload to host memory beside ours, within `MultiConnector`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tests.e2e.layouts import FLOAT32_BYTES, ONE, STAGES
 from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, metric
 from tests.e2e.turns import Turns, prompt_of
 from tests.tools.pdstack.helpers import wait_until
-from tools.pdstack.engine import EngineSpec, KVTransfer
+from tools.pdstack.engine import EngineSpec, KVTransfer, beside_offloading
 from tools.pdstack.layout import read_model_shape
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
@@ -32,23 +29,10 @@ PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS + 16
 NUM_PROMPTS = 4
 # One is vLLM's null block. No more than two prompts are in it: a third evicts one.
 CACHE_BLOCKS = 13
-OURS = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kv_lease_duration": 120, "seed_first_token": False},
-}
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "OffloadsToHost",
-        "spec_module_path": "offloads_to_host",
-        "cpu_bytes_to_use": 64 << 20,
-    },
-}
-CHILDREN = (OURS, OFFLOADING)
+OURS = KVTransfer(
+    extra_config={"kv_lease_duration": 120, "seed_first_token": False},
+    load_failure_policy="recompute",
+)
 LOADED = "vllm:kv_offload_load_bytes_total"
 
 
@@ -106,14 +90,10 @@ class Offloading(Turns):
         wait_until(is_free, "the return of all blocks", REPORT_LIMIT_S)
 
 
-@pytest.fixture(scope="module", params=[1, -1], ids=["first", "last"])
+@pytest.fixture(scope="module", params=[True, False], ids=["first", "last"])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """Start a pair, a prefill engine of two stages and a decode engine, with either order."""
-    both = KVTransfer(
-        "MultiConnector",
-        extra_config={"connectors": CHILDREN[:: request.param]},
-        load_failure_policy="recompute",
-    )
+    both = beside_offloading(OURS, is_first=request.param)
     model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
     run = tmp_path_factory.mktemp("run")
     with PDStack(model, run) as pdstack:
@@ -126,7 +106,6 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                     ("--num-gpu-blocks-override", str(CACHE_BLOCKS)),
                     env={"LOADS_FILE": str(run / f"loads-{name}")},
                     max_model_len=PROMPT_TOKENS + 2 * BLOCK_TOKENS,
-                    module_dirs=(Path(__file__).parent / "modules",),
                 )
                 for name, layout in (("prefill", STAGES), ("decode", ONE))
             )
@@ -139,7 +118,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             ANSWER_TOKENS,
             run,
             per_token * BLOCK_TOKENS,
-            request.param == 1,
+            request.param,
         )
 
 

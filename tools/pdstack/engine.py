@@ -226,6 +226,33 @@ UPSTREAM_PUSH_AT_REST = replace(UPSTREAM_AT_REST, connector="NixlPushConnector")
 """Upstream's connector whose prefill engines write, where it leaves the cores to others."""
 
 
+def beside_offloading(ours: KVTransfer, *, is_first: bool = True) -> KVTransfer:
+    """Return a `MultiConnector` of a connector and of one that offloads to host memory, on CPU.
+
+    The latter is vLLM's `OffloadingConnector`, but for its copies, which vLLM makes on GPUs only.
+
+    Args:
+        ours: the connector.
+        is_first: whether it is asked before the one that offloads.
+    """
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "OffloadsToHost",
+            "spec_module_path": "offloads_to_host",
+            "cpu_bytes_to_use": 64 << 20,
+        },
+    }
+    children = [json.loads(ours.to_json(Device.CPU)), offloading]
+    return replace(
+        ours,
+        connector="MultiConnector",
+        extra_config={"connectors": children if is_first else children[::-1]},
+        module_dir=_MODULES,
+    )
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How an engine drafts.

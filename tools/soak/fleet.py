@@ -18,7 +18,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel
+from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel, beside_offloading
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.logs import find_cause
 from tools.pdstack.ports import HOST, PortAllocator
@@ -125,15 +125,17 @@ def engine_spec(
         "engine_ttl": settings.engine_ttl_s,
         "early_dispatch": seat.early,
         "transfer_strategy": seat.strategy,
+        "seed_first_token": seat.seeded,
     }
+    transfer = KVTransfer(
+        role="kv_producer" if seat.role is Role.PREFILL else "kv_consumer",
+        extra_config=extra_config,
+        load_failure_policy="recompute" if recompute else "fail",
+    )
     return EngineSpec(
         f"{seat.name}.{incarnation}",
         placement.layout,
-        kv_transfer=KVTransfer(
-            role="kv_producer" if seat.role is Role.PREFILL else "kv_consumer",
-            extra_config=extra_config,
-            load_failure_policy="recompute" if recompute else "fail",
-        ),
+        kv_transfer=beside_offloading(transfer) if seat.offloads else transfer,
         env=env,
         extra_args=(
             *("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),

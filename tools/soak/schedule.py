@@ -62,6 +62,8 @@ class Seat:
         placement: how the first one is laid out.
         early: whether requests may be sent to it and another engine at once.
         strategy: its `transfer_strategy`.
+        seeded: whether its answers begin with the prefill engine's token.
+        offloads: whether it also keeps blocks in host memory, and loads them from there.
     """
 
     name: str
@@ -69,13 +71,15 @@ class Seat:
     placement: Placement
     early: bool = True
     strategy: str = "auto"
+    seeded: bool = True
+    offloads: bool = False
 
 
 SEATS: tuple[Seat, ...] = (
     Seat("prefill-1", Role.PREFILL, PLACEMENTS[0]),
-    Seat("prefill-2", Role.PREFILL, PLACEMENTS[1], early=False),
+    Seat("prefill-2", Role.PREFILL, PLACEMENTS[1], early=False, offloads=True),
     Seat("decode-1", Role.DECODE, PLACEMENTS[2]),
-    Seat("decode-2", Role.DECODE, PLACEMENTS[3], strategy="packed"),
+    Seat("decode-2", Role.DECODE, PLACEMENTS[3], strategy="packed", seeded=False),
 )
 
 

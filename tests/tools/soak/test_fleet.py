@@ -50,6 +50,11 @@ def test_engine_is_started_as_its_seat_says(seat):
     assert env.get("VLLM_PP_LAYER_PARTITION", "") == stages
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_load_failure_policy"] == "recompute"
+    if seat.offloads:
+        config, beside = config["kv_connector_extra_config"]["connectors"]
+        assert beside["kv_connector"] == "OffloadingConnector"
+        assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"]["seed_first_token"] is seat.seeded
     assert config["kv_connector_extra_config"]["kv_lease_duration"] == 9.0
     assert config["kv_connector_extra_config"]["early_dispatch"] is seat.early
     # So that prompts are preempted in the middle, and read in chunks.

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
-class Copies(OffloadingWorker):
+class Copies(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks while it is asked to: it is asked between steps, when nothing else writes.
 
     Args:
@@ -76,7 +76,7 @@ class Copies(OffloadingWorker):
         return True
 
 
-class OffloadsToHost(CPUOffloadingSpec):
+class OffloadsToHost(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's, with a worker that runs without a GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
