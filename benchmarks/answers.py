@@ -14,7 +14,7 @@ import threading
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from tools.pdstack.layout import Layout
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.plans import Planner
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dialer import Planner
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import SWITCH_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
@@ -22,8 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    Shard,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,

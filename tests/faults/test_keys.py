@@ -26,7 +26,7 @@ from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.errors import ProcessDiedError
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import (
     read_channel_key,
 )

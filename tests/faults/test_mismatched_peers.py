@@ -20,7 +20,7 @@ from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import SPOKEN
 
 pytestmark = pytest.mark.e2e
 

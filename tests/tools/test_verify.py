@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from tools.verify import verify_plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
     ReleaseQuorum,
     plan_reshard,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
+    MeshRank,
+    ParallelMesh,
     Shard,
     UnitInterval,
     holding_of_rank,

@@ -22,12 +22,11 @@ import torch
 
 from tools.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
     ReshardPlan,
     plan_reshard,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank, Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -45,6 +44,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.request_block
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.tasks import Tasks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import (
+    StagingArea,
+    open_area,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import (
     PeerConnection,
 )
@@ -58,10 +61,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     lower_engine,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
-    StagingArea,
-    open_area,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 

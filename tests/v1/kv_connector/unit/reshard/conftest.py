@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.v1.kv_connector.unit.reshard.early_pairs import clock, pair
 from tests.v1.kv_connector.unit.reshard.engine.workers import engines
 from tests.v1.kv_connector.unit.reshard.serving import serving, wholes
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
     Shard,
     holding_of_rank,
     shard_model,

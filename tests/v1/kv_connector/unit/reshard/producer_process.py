@@ -20,7 +20,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.forking import started
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,

@@ -34,7 +34,7 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     Reader,
     RemoteEngineStub,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.plans import Planner
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dialer import Planner
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
     RemoteLayoutError,
@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
+    SPOKEN,
     check_meanings,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
@@ -73,7 +74,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
     sanitize_params,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions import SUBSCRIBE
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     nixl_module,

@@ -49,7 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.sche
     ReshardScheduler,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.subscriber import Subscriber
 

@@ -24,8 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import count_merged
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy, stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
+    ArenaCopy,
+    StagingPolicy,
+    stage_leg,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import request_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -39,13 +42,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.parts import RequestReads, cut
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 SLOT_BYTES, BLOCK_TOKENS, PLANES = 128, 16, 4

@@ -43,7 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     ReadFailure,
     ReshardStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )

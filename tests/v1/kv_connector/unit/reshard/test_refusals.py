@@ -303,12 +303,11 @@ REFUSALS = [
         "transport/test_side_channel.py::test_port_that_is_taken",
     ),
     Refusal(
-        "staging_area.StagingArea.rows",
+        "arena.StagingArea.rows",
         "more than one transfer list can hold",
         HAS_IT_NOT,
         "it stages nothing",
-        "transport/test_staging_area.py::"
-        "test_arena_of_more_descriptors_than_nixl_counts_is_refused",
+        "transport/test_arena.py::test_arena_of_more_descriptors_than_nixl_counts_is_refused",
     ),
     *(
         Refusal("metadata.encode_reply", words, HAS_IT_NOT, because, f"{_REPLIES}::{test}")

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.layouts import Eng
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.planning import plan_engines
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.sizes import Sizes, from_sizes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.svg import draw_plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import ParallelMesh
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import ranks as ranks_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import ownership
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 
 
 def speculative(**changes) -> SimpleNamespace:
@@ -121,4 +121,4 @@ def stand_at(patch: pytest.MonkeyPatch, rank: MeshRank, pcp_rank: int = 0) -> No
     places = {"pp": rank.pp_rank, "tp": rank.tp_rank, "pcp": pcp_rank}
     for group, number in places.items():
         place = SimpleNamespace(rank_in_group=number)
-        patch.setattr(ranks_module, f"get_{group}_group", lambda place=place: place)
+        patch.setattr(ownership, f"get_{group}_group", lambda place=place: place)

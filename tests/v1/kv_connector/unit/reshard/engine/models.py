@@ -27,8 +27,11 @@ from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at, worker_c
 from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Engine, Progress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    Shard,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 NUM_BLOCKS, NUM_TOKENS, WINDOW_TOKENS = 16, 48, 32

@@ -31,8 +31,11 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    MeshRank,
+    ParallelMesh,
+    Shard,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 if RELEASE == "0.32.0":

@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
+from packaging.version import Version
+from reshard_build.bases import load_bases
+from reshard_build.fetch import cache_dir
+from reshard_build.project import Project
 
+from tests.bases import RELEASE
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CHANGES
 
 PACKAGE = Path(reshard.__path__[0])
-OVERLAY = Path(__file__).resolve().parents[6] / "vllm"
+ROOT = Path(__file__).resolve().parents[6]
+OVERLAY = ROOT / "vllm"
 
 
 def modules() -> list[Path]:
@@ -119,3 +128,34 @@ def test_kernels_of_rocm_are_not_asked_for_elsewhere(monkeypatch):
     """Where they are looked for, operators are loaded that end a process without AVX-512."""
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.flydsl_turboquant_decode", None)
     assert not compat.keeps_turboquants_scales_apart()
+
+
+WHEELS = [
+    (base.version, cache_dir(os.environ) / pin.file)
+    for base in load_bases(Project(ROOT))
+    for target in base.targets.values()
+    for pin in target.wheels.values()
+]
+
+
+@pytest.mark.parametrize(
+    ("release", "path"), WHEELS, ids=lambda value: getattr(value, "name", value)
+)
+def test_change_stands_in_every_release_since(release, path):
+    """And in none before, so that two engines of which one has it are told apart."""
+    if not path.is_file():
+        pytest.skip("not on this machine: make patches-check fetches it")
+    with ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        for change in CHANGES:
+            source = wheel.read(change.module).decode() if change.module in names else ""
+            is_there = Version(release) >= Version(change.since)
+            assert (change.sign in source) is is_there, change
+
+
+def test_engines_say_which_meaning_is_theirs():
+    """In words that do not name their own release."""
+    for change in CHANGES:
+        when = "since" if Version(RELEASE) >= Version(change.since) else "before"
+        assert change.meaning == f"{when} vLLM {change.since}"
+        assert change.is_here is (when == "since")

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
     Offer,
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 
 pytestmark = requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
 

@@ -44,7 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     ConnectorThreadError,
     InDoubtError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.verifyi
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import Plane, RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import packed_windows
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import ArenaCopier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 NHD = dict(token_major=True)

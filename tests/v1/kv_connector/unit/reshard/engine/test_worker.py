@@ -47,7 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import (
     ReshardWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
 )

@@ -33,15 +33,14 @@ from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
     shard_of_worker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, LegEnd
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Span, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import ArenaCopier
 
 SIZE = 8
 NUM_BLOCKS = 12

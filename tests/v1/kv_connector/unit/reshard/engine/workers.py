@@ -41,8 +41,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    MeshRank,
+    ParallelMesh,
     Shard,
     TokenShare,
     shard_model,
@@ -378,7 +379,7 @@ def kinds_in_layouts(
 
 every_strategy = pytest.mark.parametrize(
     "engines",
-    # Either of the two, by sizes that `test_strategy` has.
+    # Either of the two, by sizes that `test_staging` has.
     ["direct", "staged", pytest.param("auto", marks=pytest.mark.nightly)],
     indirect=True,
 )

@@ -16,12 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, Selection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun, overlap
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
     StagingPolicy,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import UnitInterval
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank, UnitInterval
 
 SLOT = 4
 NUM_BLOCKS = 12

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
 from tests.v1.kv_connector.unit.reshard.memory.cases import select
 from tools.verify import verify_plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
@@ -27,15 +26,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Span, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
     Shard,
     TokenShare,
     shard_model,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import ArenaCopier
 
 NUM_IDS, NUM_TOKENS = 5, 24
 _NOTHING = 255

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.v1.kv_connector.unit.reshard.memory.cases import (
     SLOT,
     Memory,
+    counts,
     descriptor,
     policies,
     read,
@@ -22,11 +23,17 @@ from tests.v1.kv_connector.unit.reshard.memory.cases import (
     transfer,
     transfers,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Run, count_merged
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
+    ArenaAllocator,
+    Span,
+    StagedLeg,
+    StagingPolicy,
+    Strategy,
+    stage_leg,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import (
     device_memory,
     host_memory,
     scatter,
@@ -182,3 +189,99 @@ def test_direct_reads_merge_what_adjoins_at_both_ends(src_ids, dst_ids, merged):
     src_indices, dst_indices = leg.indices(selections)
     breaks = (np.diff(src_indices) != 1) | (np.diff(dst_indices) != 1)
     assert np.count_nonzero(breaks) + 1 == merged
+
+
+MIB = 1 << 20
+
+
+@given(policies, counts, counts, counts)
+def test_only_reads_of_many_small_descriptors_that_merge_are_staged(
+    policy, num_bytes, num_direct, num_staged
+):
+    """Each threshold alone is enough for a direct read."""
+    if policy.choose(num_bytes, num_direct, num_staged) is Strategy.STAGED:
+        assert num_direct >= policy.min_descriptors
+        assert num_bytes / num_direct <= policy.max_descriptor_bytes
+        assert num_direct / num_staged >= policy.min_merge_factor
+    else:
+        assert (
+            num_direct < policy.min_descriptors
+            or num_bytes / num_direct > policy.max_descriptor_bytes
+            or num_direct / num_staged < policy.min_merge_factor
+        )
+
+
+@given(policies, counts, counts, counts, counts, counts)
+def test_more_to_merge_speaks_for_staging(policy, num_bytes, num_direct, num_staged, more, fewer):
+    """What is staged is staged as well with more direct descriptors, and fewer staged ones."""
+    if policy.choose(num_bytes, num_direct, num_staged) is Strategy.STAGED:
+        fewest = max(num_staged - fewer, 1)
+        assert policy.choose(num_bytes, num_direct + more, fewest) is Strategy.STAGED
+
+
+def test_defaults_stage_small_pages_of_large_reads_only():
+    """64 MiB in pages of 2 KiB that do not adjoin here, in pages of 8 KiB, and a few pages."""
+    choose = StagingPolicy().choose
+    assert choose(64 * MIB, 64 * MIB // 2048, 64) is Strategy.STAGED
+    assert choose(64 * MIB, 64 * MIB // 8192, 64) is Strategy.DIRECT
+    assert choose(64 * 2048, 64, 2) is Strategy.DIRECT
+
+
+def test_a_flood_of_tiny_descriptors_is_staged_however_few_bytes_it_has():
+    """The state of 36 convolutions of 8,192 channels and 3 rows, transposed on its way."""
+    num_direct = 36 * 8192 * 3
+    assert StagingPolicy().choose(2 * num_direct, num_direct, 36 * 3) is Strategy.STAGED
+
+
+SIZE = 64
+# Either take a span of so many bytes, aligned like this, or give back one of those in use.
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(1, 40), st.integers(1, 12)),
+        st.tuples(st.just("give back"), st.integers(0, 63), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions)
+def test_spans_never_overlap_and_nothing_is_lost(actions):
+    """Whatever is done, every byte is free or in one span, and in the end all are free again."""
+    allocator, spans, owners = ArenaAllocator(SIZE), [], [False] * SIZE
+    for action, number, alignment in actions:
+        if action == "take":
+            span = allocator.allocate(number, alignment)
+            fits = any(
+                start + number <= SIZE and not any(owners[start : start + number])
+                for start in range(0, SIZE, alignment)
+            )
+            assert (span is not None) == fits
+            if span is None:
+                continue
+            assert span.size_bytes == number and span.start_bytes % alignment == 0
+            assert span.start_bytes >= 0 and span.stop_bytes <= SIZE
+            assert not any(owners[span.start_bytes : span.stop_bytes])
+            owners[span.start_bytes : span.stop_bytes] = [True] * number
+            spans.append(span)
+        elif spans:
+            span = spans.pop(number % len(spans))
+            allocator.free(span)
+            owners[span.start_bytes : span.stop_bytes] = [False] * span.size_bytes
+        assert allocator.free_bytes == owners.count(False)
+    for span in spans:
+        allocator.free(span)
+    assert allocator.allocate(SIZE) == Span(0, SIZE)
+
+
+def test_empty_arena_has_no_spans():
+    """Where there is no memory, nothing is handed out."""
+    assert ArenaAllocator(0).allocate(1) is None
+
+
+def test_span_is_given_back_once():
+    """A second time is a mistake of the caller's, which must not free somebody else's bytes."""
+    allocator = ArenaAllocator(8)
+    span = allocator.allocate(8)
+    allocator.free(span)
+    with pytest.raises(KeyError):
+        allocator.free(span)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from vllm.distributed.utils import get_pp_indices
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     ALL_TOKENS,
     Holding,
+    MeshRank,
+    ParallelMesh,
     Shard,
     TokenShare,
     UnitInterval,
@@ -248,3 +249,26 @@ def test_empty_or_negative_intervals_do_not_exist(start, stop):
     """An interval holds at least one head."""
     with pytest.raises(ValueError, match="no interval"):
         UnitInterval(start, stop)
+
+
+@given(pp_size=st.integers(1, 8), tp_size=st.integers(1, 8))
+def test_ranks_are_in_the_order_of_their_global_rank(pp_size, tp_size):
+    """The position of a rank is pp_rank * tp_size + tp_rank, and ranks sort in that order."""
+    mesh = ParallelMesh(pp_size, tp_size)
+    ranks = list(mesh.ranks())
+    assert len(ranks) == len(set(ranks)) == mesh.world_size
+    assert [rank.pp_rank * tp_size + rank.tp_rank for rank in ranks] == list(range(len(ranks)))
+    assert sorted(ranks) == ranks
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [((0, 1), "pipeline"), ((1, -2), "tensor")])
+def test_impossible_size_is_named(sizes, axis):
+    """The error names the axis and the value."""
+    with pytest.raises(LocalLayoutError, match=rf"{axis}_parallel_size is {min(sizes)} .* use 1"):
+        ParallelMesh(*sizes)
+
+
+def test_names_are_short():
+    """Ranks and meshes read well in a log line."""
+    assert str(MeshRank(1, 3)) == "pp1tp3"
+    assert str(ParallelMesh(2, 4)) == "PP2 x TP4"

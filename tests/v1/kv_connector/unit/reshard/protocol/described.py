@@ -12,10 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     ALL_TOKENS,
     Holding,
+    MeshRank,
     Shard,
     TokenShare,
     UnitInterval,

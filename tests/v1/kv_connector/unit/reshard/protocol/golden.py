@@ -21,12 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
+    MeshRank,
     Shard,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     encode_worker,
@@ -62,7 +63,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
     Params,
     write_secret,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 
 DIRECTORY = Path(__file__).with_name("golden")
 

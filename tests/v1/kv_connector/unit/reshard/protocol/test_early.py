@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.early import (
     EarlyRequest,
     early_request,
@@ -18,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.early import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 
 SUFFIXES = st.from_regex(r"-[0-9a-f]{8}", fullmatch=True)
 FROM_ROUTER = {

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.v1.kv_connector.unit.reshard.containers import largest
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )

@@ -28,7 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import MAX_GREETING_BYTES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
+    CONNECTOR_NAME,
     RELEASE_FACTOR,
+    SPOKEN,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
@@ -41,10 +43,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_refusal_for_upstream,
     encode_reply,
     factors_digest,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
-    CONNECTOR_NAME,
-    SPOKEN,
 )
 
 FACTORS = {"dtype": "bfloat16", "num_kv_heads": "2"}

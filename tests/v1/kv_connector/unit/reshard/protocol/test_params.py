@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
     RemoteBlocks,
     already_requested,
@@ -20,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
     without_source,
     write_secret,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 
 SOUND = {
     "remote_engine_id": "prefill",

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     WorkerReport,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferSecret,
 )

@@ -20,8 +20,8 @@ import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import arena_copies
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena_copies import ArenaCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import arena
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import ArenaCopier
 
 
 @dataclass(eq=False, slots=True)
@@ -248,14 +248,14 @@ class DeviceCopies:
 def devices() -> Iterator[None]:
     """Within this block there is no other device."""
     late = {
-        "scatter": partial(_scatter, arena_copies.scatter),
-        "gather": partial(_gather, arena_copies.gather),
+        "scatter": partial(_scatter, arena.scatter),
+        "gather": partial(_gather, arena.gather),
     }
     with (
         mock.patch.multiple(
             torch.cuda, Event=Event, Stream=Stream, stream=_launching_on, set_device=set_device
         ),
-        mock.patch.multiple(arena_copies, **late),
+        mock.patch.multiple(arena, **late),
     ):
         yield
 

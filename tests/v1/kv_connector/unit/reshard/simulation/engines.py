@@ -51,7 +51,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PackedCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,

@@ -20,20 +20,23 @@ from tests.v1.kv_connector.unit.reshard.simulation.device import (
     check_gathered,
 )
 from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, OwnerAt, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
-    ArenaAllocator,
-    Span,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaCopy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
+    ArenaAllocator,
+    ArenaCopy,
+    Span,
+    StagingPolicy,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    Shard,
+    shard_model,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import StagingArea
 
 NUM_LAYERS, NUM_HEADS, MAX_TOKENS = 2, 2, 16
 SLOT_BYTES = 4

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consume
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import ArenaAllocator, Span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import ArenaAllocator, Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import packing, subscriptions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
-    arena_copies,
+    arena,
     packed_windows,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
@@ -198,12 +198,12 @@ def steps_are_over_before_they_are_computed(monkeypatch):
 
 def copies_are_made_once_they_are_launched(monkeypatch):
     """A copy out of the arena is taken for made while its stream has not come to it."""
-    scatter = arena_copies.ArenaCopier.scatter
+    scatter = arena.ArenaCopier.scatter
 
     def scatter_and_forget(copier, each):
         scatter(copier, each)
 
-    monkeypatch.setattr(arena_copies.ArenaCopier, "scatter", scatter_and_forget)
+    monkeypatch.setattr(arena.ArenaCopier, "scatter", scatter_and_forget)
 
 
 def threads_keep_the_first_device(monkeypatch):
@@ -324,12 +324,12 @@ def windows_stay_entered_when_their_room_is_used_again(monkeypatch):
 
 def windows_are_entered_before_they_are_gathered(monkeypatch):
     """A copy into the arena is taken for made while its stream has not come to it."""
-    gather = arena_copies.ArenaCopier.gather
+    gather = arena.ArenaCopier.gather
 
     def gather_and_forget(copier, each):
         gather(copier, each)
 
-    monkeypatch.setattr(arena_copies.ArenaCopier, "gather", gather_and_forget)
+    monkeypatch.setattr(arena.ArenaCopier, "gather", gather_and_forget)
 
 
 def windows_count_without_a_second_look(monkeypatch):

@@ -23,13 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
+    MeshRank,
     Shard,
     UnitInterval,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     encode_worker,
@@ -42,7 +43,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     WorkerHandshake,
     encode_reply,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,

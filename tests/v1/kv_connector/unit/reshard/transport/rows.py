@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import RowBuffer
 
 
 class Agent:

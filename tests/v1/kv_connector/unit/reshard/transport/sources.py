@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLa
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PACK_UNIT_BYTES
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank, Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Pack,
     decode_notification,

@@ -41,14 +41,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import 
     PACK_UNIT_BYTES,
     PackedCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
     StagingPolicy,
     Strategy,
+    stage_leg,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    Shard,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -58,6 +61,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Prepared,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import (
+    StagingArea,
+    open_area,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import RowBuffer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
     Claim,
     PackedWindows,
@@ -67,11 +75,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote impor
     PreparedLeg,
     PreparedPacking,
     PreparedStaging,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
-    StagingArea,
-    open_area,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 

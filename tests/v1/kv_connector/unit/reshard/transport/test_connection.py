@@ -38,9 +38,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.packing impor
     PackTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import lower_engine
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 
 NOW_S = 10.0
 

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading import endings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import RowBuffer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
     _LOOK_HANGS_S,
     PACKED_WITHIN_S,
@@ -39,7 +40,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windo
     PackedWindows,
     PackState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
 
 TABLE, ARENA, LOCAL = Prepared("peer", "table"), Prepared("peer", "arena"), Prepared(None, "local")
 CLAIM = Claim("r", OfferFingerprint(8, 1, 2))

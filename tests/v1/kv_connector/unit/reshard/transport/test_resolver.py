@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteUnreachableError,
     RemoteUntrustedError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
     resolver as resolver_module,
 )

@@ -63,12 +63,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteUnreachableError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    encode_refusal,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
     SPOKEN,
     VersionRange,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    encode_refusal,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (

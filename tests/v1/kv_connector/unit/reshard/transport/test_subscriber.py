@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
@@ -22,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.subscriptions
     News,
     Offered,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel, subscriber
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import (
     ChannelKey,

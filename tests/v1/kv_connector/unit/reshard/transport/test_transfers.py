@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import 
     PACK_UNIT_BYTES,
     PackedCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import (
     StagingPolicy,
     Strategy,
+    stage_leg,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.arena import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.packed_windows import (
     Claim,
@@ -55,7 +56,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote impor
     PreparedPacking,
     PreparedStaging,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     _SPAN_WAIT_S,
     Transfers,

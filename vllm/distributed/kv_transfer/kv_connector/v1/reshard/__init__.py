@@ -11,7 +11,7 @@ is a list of reads. The code stands on five floors, and imports go down only:
     protocol        3   what engines say to each other, and what each knows of its requests
     memory          2   where bytes lie, and how reads become descriptors
     plan            1   which rank holds what, and which reads what from which
-    errors          the ground
+    errors          the ground: errors, and names in their text
 
     cli             `kv-plan`, a program of its own beside floors 4 and 5
     dry_run         a process that it asks, on top of all floors

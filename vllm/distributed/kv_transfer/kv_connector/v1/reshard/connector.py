@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .engine.caches.drafts import refuse_impossible_drafts
 from .engine.caches.geometry import keeps_no_middle, unserved_layer
-from .engine.caches.ranks import shares_over_pcp
+from .engine.caches.ownership import shares_over_pcp
 from .engine.compat import (
     FAILED_READS_ARE_NAMED,
     LAYERS_SAY_WHAT_IS_SHARED,
@@ -48,8 +48,7 @@ from .engine.scheduling.scheduler import ReshardScheduler
 from .engine.settings import OWN_OPTIONS, Settings, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
-from .errors import LocalLayoutError
-from .protocol.quoting import one_line
+from .errors import LocalLayoutError, one_line
 from .transport.agent import CHECK_BACKENDS, try_backends
 
 if TYPE_CHECKING:

@@ -280,8 +280,7 @@ class _Engine:
         from .engine.caches.ownership import refuse_shared_names, shard_of_worker
         from .engine.compat import ENGINES_CAN_BE_ASKED
         from .memory.cache import RankCache
-        from .plan.mesh import MeshRank
-        from .plan.shards import share_of_rank
+        from .plan.shards import MeshRank, share_of_rank
         from .protocol.description import WorkerDescription, encode_worker
         from .protocol.leases import LeaseTableAddress
 

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_fo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.cache_views import (
     Arrangement,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.releases import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     BLACKWELL_SCALES,
     ROCM_ATTN_VALUES,
 )

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalLayoutError,
     RemoteLayoutError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
+    MeshRank,
     Shard,
     UnitInterval,
 )

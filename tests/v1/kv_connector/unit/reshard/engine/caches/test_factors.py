@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.factors 
     compared_factors,
     compatibility_factors,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.releases import ITEM_HASHES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import ITEM_HASHES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import counted_items
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (

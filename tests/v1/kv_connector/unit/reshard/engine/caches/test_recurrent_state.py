@@ -67,10 +67,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLay
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockRun
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
+    MeshRank,
+    ParallelMesh,
     Shard,
     UnitInterval,
 )

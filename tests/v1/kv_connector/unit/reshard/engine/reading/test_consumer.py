@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifie
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     ReshardStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )

@@ -20,9 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifie
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import DEFAULT_LEASE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ParallelMesh,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     DoneEntry,

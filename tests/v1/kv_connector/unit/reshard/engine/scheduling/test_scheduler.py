@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     encode_worker,
 )
@@ -52,7 +53,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     decode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import listen_to
 
 

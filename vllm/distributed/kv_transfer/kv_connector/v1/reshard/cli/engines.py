@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..memory.cache import RankCache
-from ..plan.mesh import MeshRank
-from ..plan.shards import Shard
+from ..plan.shards import MeshRank, Shard
 from ..protocol.ids import BlockIds
 from .layouts import EngineLayout
 

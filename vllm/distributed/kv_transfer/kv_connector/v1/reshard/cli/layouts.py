@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..plan.mesh import ParallelMesh
+from ..plan.shards import ParallelMesh
 from ..protocol.bounds import MAX_RANKS, MAX_STAGE_RANKS
 
 _AXES = ("tp", "pp", "dcp", "pcp", "dp", "ep")

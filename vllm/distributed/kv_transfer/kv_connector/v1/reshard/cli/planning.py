@@ -17,11 +17,9 @@ from ..memory.cache import RankCache
 from ..memory.leg import Leg
 from ..memory.lowering import lower_read
 from ..memory.packing import MAX_PACKED_BLOCKS
-from ..memory.staging import MAX_WINDOW_BYTES, stage_leg
-from ..memory.strategy import StagingPolicy, Strategy
-from ..plan.mesh import MeshRank
+from ..memory.staging import MAX_WINDOW_BYTES, StagingPolicy, Strategy, stage_leg
 from ..plan.reshard import Read, ReshardPlan, plan_reshard
-from ..plan.shards import Layer
+from ..plan.shards import Layer, MeshRank
 from ..protocol.compatibility import check_meanings
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.request_blocks import RequestBlocks, check_windows

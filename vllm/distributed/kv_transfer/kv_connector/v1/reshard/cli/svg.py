@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as Tree
 
-from ..plan.mesh import MeshRank
-from ..plan.shards import Layer, Shard
-from ..plan.text import ranges_text
+from ..plan.reshard import ranges_text
+from ..plan.shards import Layer, MeshRank, Shard
 from .engines import Answer, Engine
 from .planning import Planned
 

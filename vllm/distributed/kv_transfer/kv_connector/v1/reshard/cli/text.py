@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.text import only_notified_by, ranges_text, ranks_text
+from ..plan.reshard import only_notified_by, ranges_text, ranks_text
 from .engines import Answer
 from .planning import CacheRow, Part, Planned
 

@@ -16,7 +16,7 @@ content, weights            what the KV of a prompt depends on
 settings                    options
 stats, traces               metrics and spans
 stalls                      warnings about threads that stand still
-compat                      what releases of vLLM do not have in common
+compat                      what releases of vLLM do not have in common, and what means otherwise
 
 `docs/architecture.md` shows the threads and the life of a request.
 """

@@ -15,7 +15,7 @@ import torch
 
 from ..protocol.fingerprint import fingerprint
 from ..protocol.params import own_adapter
-from .caches.releases import ITEM_HASHES
+from .compat import ITEM_HASHES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_pcp_group
 
-from ..errors import LocalLayoutError
+from ..errors import LocalLayoutError, quote
 from ..protocol.ids import RequestId
-from ..protocol.quoting import quote
-from .caches.ranks import shares_over_pcp
+from .caches.ownership import shares_over_pcp
 from .metadata import ReshardConnectorMetadata, WorkerReport
 from .settings import Settings
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from vllm.logger import init_logger
 
-from ..errors import RemoteLayoutError, ReshardError
+from ..errors import RemoteLayoutError, ReshardError, one_line, quote
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import BlockIds, RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
@@ -27,7 +27,6 @@ from ..protocol.messages import (
     decode_notification,
 )
 from ..protocol.packing import NOTHING_PACKED, PackAddress
-from ..protocol.quoting import one_line, quote
 from ..protocol.states import HeldState
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ..errors import LocalLayoutError
-from ..memory.strategy import StagingPolicy
-from ..protocol.quoting import one_line, quote
-from ..protocol.trust import TrustedPeers, is_own
+from ..errors import LocalLayoutError, one_line, quote
+from ..memory.staging import StagingPolicy
+from ..protocol.bounds import TrustedPeers, is_own
 from ..transport.agent import THREAD_REST_US, can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
 from ..transport.cpu import PROGRESS_REST_US

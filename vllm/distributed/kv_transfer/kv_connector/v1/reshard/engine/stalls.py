@@ -9,7 +9,7 @@ import traceback
 
 from vllm.logger import init_logger
 
-from ..protocol.quoting import one_line
+from ..errors import one_line
 
 logger = init_logger(__name__)
 

@@ -30,7 +30,7 @@ from ..errors import (
     RemoteUntrustedError,
     TransferError,
 )
-from ..memory.strategy import Strategy
+from ..memory.staging import Strategy
 from .compat import UPSTREAM_COUNTS_ALL_FAILURES
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
+from ..errors import one_line, quote
 from ..protocol.messages import Announcement
-from ..protocol.quoting import one_line, quote
 from ..protocol.tasks import taken_once_done
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget

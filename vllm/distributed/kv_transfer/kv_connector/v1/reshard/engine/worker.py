@@ -30,6 +30,7 @@ from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.tasks import Tasks
 from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import Listener, listen_to
+from ..transport.arena import StagingArea, open_area
 from ..transport.connection import PeerConnection
 from ..transport.cpu import compute_alone, parents_cores
 from ..transport.handshake_client import HandshakeClient
@@ -38,14 +39,19 @@ from ..transport.limits import listeners, listeners_told, raise_file_limit
 from ..transport.pack_area import open_packs
 from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
-from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .caches.cache_formats import settings_fingerprint
 from .caches.drafts import draft_identities
 from .caches.factors import compared_factors, compatibility_factors
 from .caches.geometry import layers_of_worker, memory_regions, token_layers, window_groups
-from .caches.ownership import refuse_shared_names, shard_of_worker
-from .caches.ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_worker
+from .caches.ownership import (
+    gather_shards,
+    num_ranks_of_stage,
+    rank_of_worker,
+    refuse_shared_names,
+    shard_of_worker,
+    tokens_of_worker,
+)
 from .compat import REQUEST_NUMBERS, attention_variants
 from .connecting.dialer import Dialer, LocalEndpoint
 from .connecting.peers import PeerTable

@@ -4,7 +4,6 @@
 cache           a rank's planes: addresses, strides, blocks
 lowering        reads -> legs: lists of descriptors at both ends
 leg, overlap    requests -> indices of their descriptors
-arena, staging  where staged reads stop over, and how they are cut and copied on
+staging         direct, staged or packed; where staged reads stop over, how they are cut and copied
 packing         what a holder gathers, and how
-strategy        direct, staged or packed, by thresholds
 """

@@ -10,12 +10,10 @@ fingerprint                 what stands for tokens and blocks that are offered
 packing                     which windows a worker packs for readers, and where
 leases                      which requests a worker holds, where readers can see it
 early, subscriptions        requests that go to both engines at once: names, and how one waits
-versions                    which versions of the protocol engines speak to each other
-metadata, description,
-compatibility               what engines tell each other when they shake hands
-bounds, trust               what that may cost, and which hosts may be asked
+metadata, description       what engines tell each other when they shake hands
+compatibility               what they must have in common: a version, and what bytes mean
+bounds                      what that may cost, and which hosts may be asked
 messages                    what travels afterwards
 params                      what requests ask for
 request_blocks              which of a request's blocks are read
-quoting                     what others have written, in a line of ours
 """

@@ -14,15 +14,13 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..errors import LocalLayoutError, RemoteHandshakeError, ReshardError
+from ..errors import LocalLayoutError, RemoteHandshakeError, ReshardError, one_line, quote
 from ..memory.cache import LayerCache, Plane, RankCache
-from ..plan.mesh import MeshRank
-from ..plan.shards import Holding, Layer, Shard, TokenShare, UnitInterval
+from ..plan.shards import Holding, Layer, MeshRank, Shard, TokenShare, UnitInterval
 from .bounds import MAX_AGENT_METADATA_BYTES, MAX_STAGE_RANKS
+from .compatibility import SPOKEN
 from .leases import LeaseTableAddress
 from .packing import NOTHING_PACKED, PackAddress
-from .quoting import one_line, quote
-from .versions import SPOKEN
 
 # Bounds of a peer's values, all far above any that exist. With `_MAX_PLANE_BYTES` they keep every
 # address computed from a description within 64 bits.

@@ -23,10 +23,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from .bounds import TrustedPeers
 from .ids import RequestId
 from .messages import RemoteEngineAddress
 from .params import Params, Text, check_host, malformed
-from .trust import TrustedPeers
 
 _NOT_UNDERSTOOD = (msgspec.ValidationError, RecursionError, UnicodeError)
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")

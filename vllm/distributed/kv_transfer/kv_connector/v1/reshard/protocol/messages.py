@@ -11,10 +11,9 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..errors import RemoteLayoutError
+from ..errors import RemoteLayoutError, one_line
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
-from .quoting import one_line
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
 """A request id, no longer than a request's parameters may have."""

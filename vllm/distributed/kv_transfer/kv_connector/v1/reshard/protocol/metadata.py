@@ -27,11 +27,15 @@ from ..errors import (
     RemoteHandshakeError,
     RemoteIncompatibleError,
     RemoteRefusedError,
+    one_line,
+    quote,
 )
-from ..plan.mesh import MeshRank
+from ..plan.shards import MeshRank
 from .bounds import MAX_GREETING_BYTES, MAX_RANKS, MAX_REPLY_BYTES, ReplyBounds
 from .compatibility import (
+    CONNECTOR_NAME,
     RELEASE_FACTOR,
+    SPOKEN,
     WEIGHT_FACTORS,
     check_compatibility,
     has_both_weights,
@@ -39,8 +43,6 @@ from .compatibility import (
     remedy,
 )
 from .description import WorkerDescription, decode, decode_worker, encode_worker
-from .quoting import one_line, quote
-from .versions import CONNECTOR_NAME, SPOKEN
 
 OUR_VERB = str(SPOKEN).encode()
 """First word of a request to a side channel: the versions in which it may be answered."""

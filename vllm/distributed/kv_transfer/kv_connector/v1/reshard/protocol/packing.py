@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RemoteLayoutError, ReshardError
-from ..memory.arena import ArenaAllocator, Span
 from ..memory.packing import PACK_UNIT_BYTES, Gather, in_units
+from ..memory.staging import ArenaAllocator, Span
 from .messages import Pack, PackEntry
 
 NUM_ROWS, WORDS_PER_ROW = 64, 2

@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from ..errors import one_line
+from .bounds import TrustedPeers
 from .fingerprint import OfferSecret
 from .messages import RemoteEngineAddress
-from .quoting import one_line
-from .trust import TrustedPeers
 
 Params = dict[str, Any]
 

@@ -11,12 +11,11 @@ from collections.abc import Hashable, Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import RemoteLayoutError
+from ..errors import RemoteLayoutError, quote
 from ..memory.leg import Leg, LegEnd, Selection
 from ..memory.overlap import BlockRun, Overlap, overlap
 from ..plan.shards import TokenShare
 from .messages import Receive
-from .quoting import quote
 
 
 class RequestBlocks:

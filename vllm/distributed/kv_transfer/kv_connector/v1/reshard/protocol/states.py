@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .quoting import quote
+from ..errors import quote
 
 
 class HeldState(Enum):

@@ -16,9 +16,9 @@ lane                        the agents that peers share
 connection, remote          a connection with an engine over a lane, and what is read over it
 parts                       what each part of a request reads, and how
 transfers, budget           reads in flight, and for how long a poll looks after them
-staging_area, arena_copies  a reader's arena, and copies between an arena and the cache
+arena                       a reader's arena, and copies between an arena and the cache
 pack_area, packed_windows   a holder's arena, and its windows as their reader sees them
-lease_check, row_buffer     whether what was read was still held
+lease_check                 whether what was read was still held
 
 `docs/architecture.md` shows which thread owns what here, and all deadlines.
 """

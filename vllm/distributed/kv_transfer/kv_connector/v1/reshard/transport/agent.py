@@ -27,9 +27,8 @@ from typing import Any, Literal
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 from vllm.logger import init_logger
 
-from ..errors import InDoubtError, LocalLayoutError, TransferError
+from ..errors import InDoubtError, LocalLayoutError, TransferError, one_line, quote
 from ..memory.leg import Indices, Rows
-from ..protocol.quoting import one_line, quote
 from .cpu import running_on
 from .limits import require_room
 

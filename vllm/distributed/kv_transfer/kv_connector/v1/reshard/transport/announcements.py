@@ -24,7 +24,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
-from ..protocol.quoting import one_line, quote
+from ..errors import one_line, quote
 from .cpu import running_on
 
 logger = init_logger(__name__)

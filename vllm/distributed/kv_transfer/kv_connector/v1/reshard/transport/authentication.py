@@ -26,8 +26,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from ..errors import LocalChannelError
-from ..protocol.quoting import one_line, quote
+from ..errors import LocalChannelError, one_line, quote
 
 _KEY_CHARACTERS = 40
 _MAX_FILE_BYTES = 1 << 10

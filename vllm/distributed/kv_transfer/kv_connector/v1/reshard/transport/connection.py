@@ -13,14 +13,13 @@ from functools import partial
 
 from vllm.logger import init_logger
 
-from ..errors import InDoubtError, LocalLayoutError, TransferError
+from ..errors import InDoubtError, LocalLayoutError, TransferError, one_line, quote
 from ..memory.leg import Indices, Rows, side_by_side
 from ..memory.packing import PACK_UNIT_BYTES
 from ..memory.staging import MAX_WINDOW_BYTES
 from ..protocol.description import WorkerDescription
 from ..protocol.lifetimes import Lifetime
 from ..protocol.packing import TABLE_BYTES
-from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
 from .lane import Lane
 from .lease_check import LeaseChecker, PreparedTable, prepare_table

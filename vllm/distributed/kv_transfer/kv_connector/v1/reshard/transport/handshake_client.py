@@ -35,14 +35,14 @@ from ..errors import (
     RemoteMisdirectedError,
     RemoteUnreachableError,
     ReshardError,
+    one_line,
+    quote,
 )
-from ..protocol.bounds import MAX_RANKS, ReplyBounds
+from ..protocol.bounds import MAX_RANKS, ReplyBounds, TrustedPeers, is_own
+from ..protocol.compatibility import CONNECTOR_NAME
 from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_REQUEST, decode_reply
-from ..protocol.quoting import one_line, quote
-from ..protocol.trust import TrustedPeers, is_own
-from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
 from .limits import shortage, within_limit
 from .probe import MAX_AT_ONCE, MetadataProbe

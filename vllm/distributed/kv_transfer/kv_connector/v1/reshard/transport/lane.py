@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from vllm.logger import init_logger
 
-from ..errors import TransferError
+from ..errors import TransferError, one_line
 from ..memory.leg import Rows
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.packing import TABLE_BYTES
-from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
-from .lease_check import check_buffer
-from .row_buffer import RowBuffer
+from .lease_check import RowBuffer, check_buffer
 
 if TYPE_CHECKING:
     from .connection import PeerConnection

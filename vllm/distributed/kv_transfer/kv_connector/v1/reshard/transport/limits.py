@@ -22,8 +22,7 @@ from contextlib import suppress
 
 from vllm.logger import init_logger
 
-from ..errors import ConnectorThreadError, LocalLayoutError
-from ..protocol.quoting import one_line, quote
+from ..errors import ConnectorThreadError, LocalLayoutError, one_line, quote
 
 logger = init_logger(__name__)
 

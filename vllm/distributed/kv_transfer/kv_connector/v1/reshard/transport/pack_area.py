@@ -11,18 +11,16 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from ..errors import RemoteLayoutError, ReshardError
+from ..errors import RemoteLayoutError, ReshardError, one_line, quote
 from ..memory.cache import RankCache
 from ..memory.packing import PACK_UNIT_BYTES, Gather, PackedCache, Slice
-from ..memory.strategy import LARGEST_PACKING_BYTES
+from ..memory.staging import LARGEST_PACKING_BYTES
 from ..protocol.ids import BlockIds
 from ..protocol.messages import Pack, PackEntry
 from ..protocol.packing import TABLE_BYTES, PackAddress, Packer, Packing
-from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent
-from .arena_copies import ArenaCopier
+from .arena import ArenaCopier, allocate_arena
 from .budget import Budget
-from .staging_area import allocate_arena
 
 logger = init_logger(__name__)
 

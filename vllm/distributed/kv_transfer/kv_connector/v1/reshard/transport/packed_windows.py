@@ -14,19 +14,17 @@ from enum import Enum
 
 import numpy as np
 
-from ..errors import TransferError
-from ..memory.arena import Span
+from ..errors import TransferError, quote
 from ..memory.leg import Indices
 from ..memory.packing import PACK_UNIT_BYTES, PackedLeg, in_units
-from ..memory.staging import Window
+from ..memory.staging import Span, Window
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Pack, PackEntry, Receive, encode_notification
 from ..protocol.packing import Entered, entered, key_of
-from ..protocol.quoting import quote
 from .agent import Prepared, TransferState
-from .row_buffer import Reads, RowBuffer, RowRead
+from .lease_check import Reads, RowBuffer, RowRead
 
 MOST_ASKED_AT_ONCE = 8
 """Windows of one worker that are asked for and not returned, so that some are packed meanwhile."""

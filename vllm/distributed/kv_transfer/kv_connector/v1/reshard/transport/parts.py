@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..memory.arena import Span
 from ..memory.leg import Selection
 from ..memory.packing import MAX_PACKED_BLOCKS
-from ..memory.staging import MAX_WINDOW_BYTES, Window
-from ..memory.strategy import Strategy
+from ..memory.staging import MAX_WINDOW_BYTES, Span, Strategy, Window
 from ..protocol.ids import RequestId
 from ..protocol.tasks import Task, suspended
 from .agent import Transfer, TransferState
+from .arena import StagingArea
 from .connection import PeerConnection
 from .packed_windows import Claim, PackedWindow
 from .remote import PreparedLeg
-from .staging_area import StagingArea
 
 _WINDOWS_PER_ARENA = 8
 """So many windows fit at least, so that some are scattered while others are being read."""

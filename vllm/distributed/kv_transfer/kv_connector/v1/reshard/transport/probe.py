@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import RemoteHandshakeError
-from ..protocol.quoting import one_line
+from ..errors import RemoteHandshakeError, one_line
 from . import probe_process
 from .agent_metadata import with_room
 from .probe_process import ALIVE, LENGTH_BYTES

@@ -18,14 +18,13 @@ from ..memory.leg import Leg
 from ..memory.lowering import lower_read
 from ..memory.packing import PackedCache, PackedLeg
 from ..memory.staging import MAX_WINDOW_BYTES, StagedLeg, stage_leg
-from ..plan.mesh import MeshRank
-from ..plan.reshard import ReshardPlan
-from ..plan.text import describe_reads
+from ..plan.reshard import ReshardPlan, describe_reads
+from ..plan.shards import MeshRank
 from ..protocol.description import WorkerDescription
 from ..protocol.request_blocks import check_windows
 from .agent import Prepared
+from .arena import StagingArea
 from .packed_windows import PackedWindows
-from .staging_area import StagingArea
 
 logger = init_logger(__name__)
 

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from ..errors import RemoteUnreachableError, RemoteUntrustedError
+from ..errors import RemoteUnreachableError, RemoteUntrustedError, quote
+from ..protocol.bounds import TrustedPeers, numeric
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.quoting import quote
-from ..protocol.trust import TrustedPeers, numeric
 
 MAX_LOOKUPS = 512
 """Maximum concurrent lookups, one thread each; further names are refused immediately."""

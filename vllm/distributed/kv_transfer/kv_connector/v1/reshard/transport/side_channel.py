@@ -50,10 +50,10 @@ import zmq.asyncio
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
-from ..errors import MEET_UPSTREAMS, LocalChannelError
+from ..errors import MEET_UPSTREAMS, LocalChannelError, one_line, quote
+from ..protocol.compatibility import SPOKEN, read_verb
 from ..protocol.ids import EngineId
 from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
-from ..protocol.quoting import one_line, quote
 from ..protocol.subscriptions import (
     SUBSCRIBE,
     Leave,
@@ -62,7 +62,6 @@ from ..protocol.subscriptions import (
     encode_hello,
     encode_news,
 )
-from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
 from .limits import within_limit
 from .zmtp import Allowance, first_of, relay_all

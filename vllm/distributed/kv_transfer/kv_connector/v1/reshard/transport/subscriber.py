@@ -25,9 +25,15 @@ import zmq
 import zmq.asyncio
 from vllm.logger import init_logger
 
-from ..errors import MEET_UPSTREAMS, RemoteIncompatibleError, RemoteUnreachableError
+from ..errors import (
+    MEET_UPSTREAMS,
+    RemoteIncompatibleError,
+    RemoteUnreachableError,
+    one_line,
+    quote,
+)
+from ..protocol.bounds import TrustedPeers
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.quoting import one_line, quote
 from ..protocol.subscriptions import (
     MAX_NEWS_BYTES,
     SUBSCRIBE,
@@ -40,7 +46,6 @@ from ..protocol.subscriptions import (
     decode_answer,
     encode_questions,
 )
-from ..protocol.trust import TrustedPeers
 from .authentication import ChannelKey
 from .handshake_client import typed
 from .resolver import Resolver

@@ -31,19 +31,16 @@ from functools import partial
 
 from vllm.logger import init_logger
 
-from ..errors import InDoubtError, TransferError
-from ..memory.arena import Span
+from ..errors import InDoubtError, TransferError, one_line, quote
 from ..memory.packing import PACK_UNIT_BYTES, in_units
-from ..memory.staging import ArenaCopy
-from ..memory.strategy import Strategy
-from ..protocol.quoting import one_line, quote
+from ..memory.staging import ArenaCopy, Span, Strategy
 from .agent import LOOK_THERE, TransferState
+from .arena import StagingArea
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
 from .packed_windows import PackedWindows, PackState
 from .parts import Arrived, DiffersError, Part, PartError, PartRead, RequestReads
-from .staging_area import StagingArea
 
 logger = init_logger(__name__)
 

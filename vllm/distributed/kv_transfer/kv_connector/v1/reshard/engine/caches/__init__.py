@@ -4,8 +4,7 @@
 geometry                    vLLM's tensors and specifications -> planes of layers
 cache_views, cache_formats  the order of a tensor's axes, and the format of what a backend writes
 recurrent_state             the state of Mamba and linear attention
-ranks                       which rank a worker is, and what the other ranks of its engine hold
-ownership                   the layers and heads that a worker holds
+ownership                   which rank a worker is, and the layers and heads that it holds
 drafts                      the layers of draft models
-factors, releases           what must be equal in two engines, and what differs by vLLM's release
+factors                     what must be equal in two engines
 """

@@ -30,9 +30,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 from vllm import __version__ as vllm_version
 from vllm import envs
 
-from ..compat import keeps_turboquants_scales_apart, tokens_per_slot
+from ..compat import (
+    BLACKWELL_SCALES,
+    ROCM_ATTN_VALUES,
+    keeps_turboquants_scales_apart,
+    tokens_per_slot,
+)
 from .cache_views import Arrangement
-from .releases import BLACKWELL_SCALES, ROCM_ATTN_VALUES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

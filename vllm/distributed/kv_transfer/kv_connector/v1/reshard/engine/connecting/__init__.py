@@ -2,5 +2,5 @@
 """The engines that a worker knows.
 
 peers                       their table: when to connect, to retry, to forget
-dialer, plans               what takes long of a connection: handshakes, plans, agents
+dialer                      what takes long of a connection: handshakes, plans, agents
 """

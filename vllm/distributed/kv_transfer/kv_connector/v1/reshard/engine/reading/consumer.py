@@ -20,10 +20,9 @@ from collections.abc import Set as AbstractSet
 
 from vllm.logger import init_logger
 
-from ...errors import ReshardError
+from ...errors import ReshardError, one_line, quote
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
-from ...protocol.quoting import one_line, quote
 from ...protocol.request_blocks import RequestBlocks
 from ...protocol.states import ReadState
 from ...protocol.tasks import Tasks, suspended, taken_once_done

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from vllm.logger import init_logger
 
+from ...errors import one_line, quote
 from ...protocol.lifetimes import PEER_GRACE_S
-from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState
 from ...transport.lane import Lane, Lanes
 from ..compat import FAILED_READS_ARE_NAMED

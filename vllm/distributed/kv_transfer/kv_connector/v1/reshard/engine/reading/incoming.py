@@ -13,10 +13,9 @@ from itertools import chain
 
 from vllm.logger import init_logger
 
-from ...errors import ReshardError
+from ...errors import ReshardError, one_line, quote
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive
-from ...protocol.quoting import one_line, quote
 from ...protocol.states import ReadState, expect_transition
 from ...protocol.tasks import Task
 from ...transport.connection import PeerConnection

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from vllm.logger import init_logger
 
-from ...errors import TransferError
+from ...errors import TransferError, one_line, quote
 from ...protocol.ids import RequestId
 from ...protocol.messages import (
     DoneEntry,
@@ -35,7 +35,6 @@ from ...protocol.messages import (
     encode_gave_up,
     encode_renewals,
 )
-from ...protocol.quoting import one_line, quote
 from ...protocol.tasks import Tasks
 from ...transport.connection import PeerConnection
 from ...transport.lease_check import LeaseError

@@ -21,7 +21,7 @@ from itertools import chain
 
 from vllm.logger import init_logger
 
-from ...protocol.quoting import one_line, quote
+from ...errors import one_line, quote
 from ...protocol.tasks import Task, Tasks, suspended
 from ...transport.connection import PeerConnection
 from ...transport.packed_windows import Claim

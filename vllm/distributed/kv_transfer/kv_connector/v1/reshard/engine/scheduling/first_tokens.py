@@ -38,6 +38,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from ...errors import one_line, quote
 from ...protocol.ids import RequestId
 from ...protocol.params import (
     MAX_LOGPROBS,
@@ -48,7 +49,6 @@ from ...protocol.params import (
     of_first_token,
     offered_tokens,
 )
-from ...protocol.quoting import one_line, quote
 from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
+from ...errors import quote
+from ...protocol.bounds import TrustedPeers
 from ...protocol.fingerprint import OfferFingerprint, fingerprint
 from ...protocol.ids import BlockIds
 from ...protocol.messages import Receive, RemoteEngineAddress
@@ -22,9 +24,7 @@ from ...protocol.params import (
     remote_blocks,
     sanitize_params,
 )
-from ...protocol.quoting import quote
 from ...protocol.subscriptions import Computed
-from ...protocol.trust import TrustedPeers
 from ..content import content_keys, content_token_ids
 
 if TYPE_CHECKING:

@@ -46,10 +46,10 @@ from enum import Enum, auto
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from ...protocol.bounds import TrustedPeers
 from ...protocol.ids import BlockIds, EngineId, RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ...protocol.subscriptions import Ask, Computed, Gone, Known, Leave, News, Offered
-from ...protocol.trust import TrustedPeers
 from ..metadata import ReshardConnectorMetadata
 from .receives import to_give_up
 

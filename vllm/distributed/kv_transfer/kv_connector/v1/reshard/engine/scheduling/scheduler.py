@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from ...errors import one_line, quote
+from ...protocol.bounds import without_brackets
 from ...protocol.early import EarlyRequest, early_request, prefill_params
 from ...protocol.ids import BlockIds, EngineId, RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
@@ -39,9 +41,7 @@ from ...protocol.params import (
     without_source,
     write_secret,
 )
-from ...protocol.quoting import one_line, quote
 from ...protocol.subscriptions import Computed, Gone, News, Offered
-from ...protocol.trust import without_brackets
 from ...transport.limits import raise_file_limit
 from ...transport.side_channel import HandshakeServer
 from ...transport.subscriber import Subscriber

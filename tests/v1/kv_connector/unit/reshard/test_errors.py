@@ -10,11 +10,11 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.formatted import Formatted, Package
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.quoting import one_line, quote
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import one_line, quote
 
 ROOT = Path(reshard.__file__).parent
 
-_OF_ONES_OWN = ("protocol.compatibility", "protocol.trust")
+_OF_ONES_OWN = ("protocol.compatibility", "protocol.bounds")
 """What an engine reads its own configuration with."""
 
 
@@ -24,15 +24,14 @@ def meets_others(path: Path, module: ast.Module) -> bool:
     What `engine` reads of its own configuration alone is its user's. `plan` and `memory` are given
     numbers, and names of layers, which must be printable to be understood.
     """
-    if path.name == "quoting.py":
-        return False
     if path.parts[0] in ("protocol", "transport"):
         return True
-    imports = (node.module for node in module.body if isinstance(node, ast.ImportFrom))
+    imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module]
     return path.parts[0] == "engine" and any(
-        module.startswith(("protocol.", "transport.")) and module not in _OF_ONES_OWN
-        for module in imports
-        if module is not None
+        {"quote", "one_line"} & {each.name for each in node.names}
+        if node.module == "errors"
+        else node.module.startswith(("protocol.", "transport.")) and node.module not in _OF_ONES_OWN
+        for node in imports
     )
 
 
