@@ -145,6 +145,23 @@ def test_engine_that_has_ended_is_told_of(serve, ask):
     assert isinstance(heard[-1], Gone) and heard[-1].asker == asker
 
 
+def test_engine_that_falls_silent_is_told_of(serve, ask, monkeypatch):
+    """Its machine still accepts connections, and ZeroMQ waits for half a minute over each."""
+    monkeypatch.setattr(subscriber, "ANSWERS_WITHIN_S", 1.0)
+    server, (client, heard) = serve(), ask()
+    asker, stands_still = put(client, place(server), "x", 7), threading.Event()
+    until(lambda: server.publisher.num_subscribers == 1)
+    server.tell(lambda publisher: publisher.add("r", "x", 7))
+    until(lambda: heard == [Known(asker)])
+    server.tell(lambda _: stands_still.wait(DEADLINE_S))
+    try:
+        until(lambda: len(heard) > 1)
+    finally:
+        stands_still.set()
+    assert heard[1].asker == asker
+    assert "does not answer within 0.5 s" in heard[1].reason
+
+
 def test_engine_that_is_not_there_is_told_of(serve, ask):
     """Of all that is asked for there."""
     server, (client, heard) = serve(), ask()

@@ -6,7 +6,8 @@
 
 A session is one connection. Its server closes it after a while, and hears no more than some KiB
 over it; then the next session asks for what is still waited for. There is no deadline while an
-engine answers. If it does not, all that waits for it is told so.
+engine answers. If it does not, all that waits for it is told so: ZeroMQ ends a session that half of
+the limit has passed in silence, and another one has the other half.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class _Session:
     """One connection.
 
     Attributes:
+        greeted_within_s: How long the engine may take to answer the greeting.
         asked: The questions that were asked over it and not answered for good.
         is_open: Whether an engine of ours has answered.
         has_questions: Set when the queue has more.
     """
 
+    greeted_within_s: float
     asked: dict[str, Question] = field(default_factory=dict)
     is_open: bool = False
     has_questions: asyncio.Event = field(default_factory=asyncio.Event)
@@ -217,12 +220,13 @@ class Subscriber:
     async def _keep(self, channel: _Channel) -> None:
         """Keep sessions with an engine while something waits for it."""
         sessions: set[asyncio.Task[None]] = set()
+        within_s = ANSWERS_WITHIN_S
         down_since_s: float | None = None
         num_refusals, retry_s = 0, _RETRY_S
         try:
             while True:
                 if channel.queue and channel.accepting is None:
-                    channel.accepting = session = _Session()
+                    channel.accepting = session = _Session(within_s)
                     sessions.add(asyncio.create_task(self._session(channel, session)))
                 if not sessions:
                     return
@@ -234,6 +238,7 @@ class Subscriber:
                     sessions.remove(ended)
                     fault = ended.exception()
                     if fault is None:
+                        within_s = ANSWERS_WITHIN_S / 2
                         down_since_s, num_refusals, retry_s = None, 0, _RETRY_S
                         continue
                     now_s = time.monotonic()
@@ -282,7 +287,8 @@ class Subscriber:
             channel.num_tries += 1
             with self._context.socket(zmq.DEALER) as client:
                 client.maxmsgsize = MAX_NEWS_BYTES + FRAME_OVERHEAD_BYTES
-                client.heartbeat_ivl, client.heartbeat_timeout = 2000, int(1e3 * ANSWERS_WITHIN_S)
+                client.heartbeat_ivl = int(200 * ANSWERS_WITHIN_S)
+                client.heartbeat_timeout = int(500 * ANSWERS_WITHIN_S)
                 if self._key is not None:
                     self._key.configure_client(client)
                 async with connected(client, address, channel.place.port, _ALLOWANCE) as passing:
@@ -310,12 +316,13 @@ class Subscriber:
         Raises:
             ReshardError: It is none of ours, or does not answer.
         """
-        await client.send_multipart([b"", self._greeting])
+        within_s = session.greeted_within_s
         try:
-            frames = await asyncio.wait_for(client.recv_multipart(), ANSWERS_WITHIN_S)
+            # Nothing can be sent before ZeroMQ at the other end has answered.
+            frames = await asyncio.wait_for(self._greet(client), within_s)
         except asyncio.TimeoutError:
             raise RemoteUnreachableError(
-                f"its engine does not answer within {ANSWERS_WITHIN_S:g} s: check that it runs, "
+                f"its engine does not answer within {within_s:g} s: check that it runs, "
                 "and that both engines have the same side_channel_key_file, or none"
             ) from None
         hello = decode_answer(frames[-1])
@@ -333,6 +340,12 @@ class Subscriber:
             self._hear_all(channel, session, client, hello.engine_id),
         )
         raise AssertionError
+
+    async def _greet(self, client: zmq.asyncio.Socket) -> list[bytes]:
+        """Return the answer to the greeting."""
+        await client.send_multipart([b"", self._greeting])
+        frames: list[bytes] = await client.recv_multipart()
+        return frames
 
     async def _send_all(
         self, channel: _Channel, session: _Session, client: zmq.asyncio.Socket
