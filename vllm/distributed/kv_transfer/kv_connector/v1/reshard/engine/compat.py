@@ -3,7 +3,7 @@
 
 Only this module tells one release from another: a test checks that no other module does. Each
 switch is named after the difference, and its docstring names the base that needs it. A switch is
-removed together with that base.
+removed together with that base. A change of meaning stays for as long as peers have the older one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from vllm import __version__ as _vllm_version
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.request import Request
 
 
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
@@ -222,6 +224,14 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     of a prompt, to the decode engine.
     """
     return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
+
+
+def last_logprobs(request: Request) -> LogprobsLists | None:
+    """Return the log-probabilities of the tokens with which a request has stopped.
+
+    None if its client has not asked for them; always in 0.22.1, and without this project's patches.
+    """
+    return getattr(request, "last_logprobs", None)
 
 
 def asks_more_of_forwards(config: VllmConfig) -> bool:

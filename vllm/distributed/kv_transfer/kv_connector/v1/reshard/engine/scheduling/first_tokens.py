@@ -49,7 +49,7 @@ from ...protocol.params import (
     of_first_token,
     offered_tokens,
 )
-from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
+from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards, last_logprobs
 
 if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig, VllmConfig
@@ -370,7 +370,7 @@ def _fits_grammar(request: Request, token: int) -> bool:
 
 def _sampled_logprobs(request: Request, sampling: SamplingParams) -> SampledLogprobs | None:
     """Return what the step of a request's only token says of its log-probabilities."""
-    found: LogprobsLists | None = getattr(request, "last_logprobs", None)
+    found = last_logprobs(request)
     if found is None or sampling.logprobs is None:
         return None
     # A row is as long as the longest that a request of the step asks for.
