@@ -67,6 +67,16 @@ def prefill(p: Serving, **asked_for) -> dict:
     return p.handed_over[PREFILLED]
 
 
+def prefilled(**asked_for) -> SimpleNamespace:
+    """A request at the prefill engine, which has sampled its token."""
+    return SimpleNamespace(
+        output_token_ids=[TOLD],
+        kv_transfer_params={"do_remote_decode": True},
+        resumable=False,
+        sampling_params=SamplingParams(**asked_for),
+    )
+
+
 def read(d: Serving, params: dict, **asked_for) -> Request:
     """Have a request read, whose answer has two tokens."""
     request = d.add(DECODED, params, **{"max_tokens": 2, **GREEDY, **asked_for})
@@ -366,13 +376,8 @@ def test_token_is_not_told_without_its_log_probabilities(serving, asked_for, row
 
 def test_log_probabilities_of_another_kind_are_computed(serving):
     """Processed ones would be those of the only token allowed where it ends the answer."""
-    request = SimpleNamespace(
-        output_token_ids=[TOLD],
-        kv_transfer_params={"do_remote_decode": True},
-        resumable=False,
-        last_logprobs=ROW,
-        sampling_params=SamplingParams(logprobs=2),
-    )
+    request = prefilled(logprobs=2)
+    request.last_logprobs = ROW
     for has_logprobs in (True, False):
         tokens = FirstTokens(99, 99, lambda: None, has_logprobs=has_logprobs)
         assert bool(tokens.of_offer(request)) is has_logprobs
@@ -506,12 +511,8 @@ def test_answers_that_reason_before_a_grammar_are_computed(parser):
     config = StructuredOutputsConfig()
     config.reasoning_parser = parser
     tokens = FirstTokens(9, 9, lambda: None, grammar_rules=first_tokens._grammar_rules(config))
-    request = SimpleNamespace(
-        output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False
-    )
     for asked_for, is_told in ({}, True), (CONSTRAINED, not parser):
-        request.sampling_params = SamplingParams(**asked_for)
-        assert bool(tokens.of_offer(request)) is is_told
+        assert bool(tokens.of_offer(prefilled(**asked_for))) is is_told
 
 
 @pytest.mark.parametrize(
@@ -524,12 +525,9 @@ def test_answers_that_reason_before_a_grammar_are_computed(parser):
 )
 def test_prefill_engine_does_not_tell_a_token_that_a_minimum_has_chosen(asked_for):
     """Nor one that a field of a later release may have."""
-    request = SimpleNamespace(
-        output_token_ids=[TOLD], kv_transfer_params={"do_remote_decode": True}, resumable=False
-    )
     tokens = FirstTokens(100, 100, lambda: None)
     for more, is_told in ({}, True), (asked_for, False):
-        request.sampling_params = SamplingParams(**SAMPLED, max_tokens=2, **more)
+        request = prefilled(**SAMPLED, max_tokens=2, **more)
         assert bool(tokens.of_offer(request)) is is_told
 
 

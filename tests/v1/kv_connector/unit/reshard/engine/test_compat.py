@@ -105,8 +105,8 @@ def switches() -> list[str]:
     ]
     public = [name for name in (*defined, *assigned) if not name.startswith("_")]
     # Those of peers stay when a base goes.
-    of_peers = [name for name in public if getattr(compat, name) in (*CHANGES, CHANGES)]
-    return [name for name in public if name not in of_peers] + compat.__all__
+    of_bases = [name for name in public if getattr(compat, name) not in (*CHANGES, CHANGES)]
+    return of_bases + compat.__all__
 
 
 def test_every_switch_says_which_base_needs_it():
