@@ -379,12 +379,13 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
 
 def test_lookup_that_hangs_fails(reader, monkeypatch):
-    """Also where nobody waits for it any more; its bucket stays its own."""
+    """Its bucket stays its own, and it is polled on, until it ends after all."""
     producer, clock, buffer = Holder("a"), [0.0], check_buffer(reader)
     checker, table = (
         Checks(buffer, reader, lambda: clock[0]),
         producer.seen_by(reader),
     )
+    poll = reader.poll
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     free = buffer.num_free
     checker.check_later("our a", "a", OFFER, table, 120.0)
@@ -393,6 +394,10 @@ def test_lookup_that_hangs_fails(reader, monkeypatch):
     (result,) = checker.step()
     assert result.failure is LeaseCheckFailure.PEER and len(checker) == 0
     assert buffer.num_free == free - 1
+    monkeypatch.setattr(reader, "poll", poll)
+    assert checker.is_busy
+    wait_until(lambda: checker.step() == [] and not checker.is_busy)
+    assert buffer.num_free == free
 
 
 TABLE = Prepared("peer", None)

@@ -54,7 +54,7 @@ class Holder:
         self.table = PackTable()
         self.heard: list[Pack] = []
         self.state = TransferState.DONE
-        self.num_posted = 0
+        self.num_posted = self.num_released = 0
         buffer = RowBuffer(Agent(), 2, TABLE_BYTES // 8)
         self._buffer = buffer
         self.windows = PackedWindows(buffer, self, TABLE, ARENA, LOCAL, self._hear)
@@ -71,6 +71,7 @@ class Holder:
 
     def release(self, transfer) -> None:
         """Give it back."""
+        self.num_released += 1
 
     def ask(self, now_s: float = 0.0) -> PackedWindow:
         """Ask for a window, and tell the holder."""
@@ -169,8 +170,8 @@ def test_window_is_waited_for_while_others_are_packed(holder):
     assert second.state is PackState.LOST
 
 
-def test_look_that_hangs_ends_with_its_connection(holder):
-    """Nobody else may be waiting for its worker, and its connection would stay for ever."""
+def test_look_that_hangs_breaks_its_connection_once(holder):
+    """And is polled on: the lane that it was posted on closes as soon as it ends."""
     asked = holder.ask()
     holder.state = TransferState.IN_FLIGHT
     holder.turn(_LOOK_HANGS_S)
@@ -178,4 +179,8 @@ def test_look_that_hangs_ends_with_its_connection(holder):
     holder.turn(PEER_GRACE_S - 0.1)
     with pytest.raises(TransferError, match="could not be looked up"):
         holder.windows.look(PEER_GRACE_S)
-    assert not holder.windows.is_busy
+    holder.turn(PEER_GRACE_S + 1)
+    assert holder.windows.is_busy and holder.num_released == 0
+    holder.state = TransferState.DONE
+    holder.turn(PEER_GRACE_S + 2)
+    assert not holder.windows.is_busy and holder.num_released == 1

@@ -42,7 +42,7 @@ BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
 _LINGER_S = 0.05
-"""Interval between polls of reads of failed requests, which are polled until they end."""
+"""Interval between polls of reads that nobody waits for, which are polled until they end."""
 
 
 class Event(Protocol):
@@ -220,7 +220,7 @@ class TransferEngine:
         ]
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
-        if self.transfers.is_lingering:
+        if self.transfers.is_lingering or self.peers.looking:
             due_s.append(now_s + _LINGER_S)
         return min(due_s) if min(due_s) < math.inf else None
 

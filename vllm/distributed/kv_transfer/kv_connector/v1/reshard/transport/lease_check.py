@@ -210,7 +210,7 @@ class _Look:
     """One read of buckets of a peer's table, one bucket for each request.
 
     Attributes:
-        lookups: The requests.
+        lookups: The requests; none once it counts as hung.
         read: The read.
         hangs_at_s: When it counts as hung: once the first request is due, but not before it has
             taken `PEER_GRACE_S`. One that was posted just before says nothing of its peer.
@@ -249,7 +249,7 @@ class LeaseChecker:
         clock: Monotonic clock, in seconds.
 
     Attributes:
-        is_broken: Whether a look has failed, or hangs.
+        is_broken: Whether a look has failed, or hangs; who takes the connection out resets it.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class LeaseChecker:
 
     @property
     def is_busy(self) -> bool:
-        """True while a check is under way, or a look."""
-        return bool(self._num_checks or self)
+        """True while a check is under way, or a look, hung ones included."""
+        return bool(self._num_checks or self._asked or self._looks)
 
     async def confirm(
         self,
@@ -347,20 +347,21 @@ class LeaseChecker:
             self._post(table, now_s)
         for look in list(self._looks):
             state = self._reads.poll(look.read.transfer)
-            if state is TransferState.IN_FLIGHT and now_s < look.hangs_at_s:
-                continue
             if state is TransferState.DONE:
                 rows = self._buffer.landed(look.read)
-                for lookup, row in zip(look.lookups, rows, strict=True):
+                for lookup, row in zip(look.lookups, rows, strict=False):
                     lookup.held = look_up(row, lookup.entry.name)
                     lookup.task.wake()
                 self._looks.remove(look)
                 self._buffer.free(self._reads, look.read)
-            else:
+            elif state is TransferState.FAILED or (look.lookups and now_s >= look.hangs_at_s):
                 peer = look.read.transfer.peer
                 _fail(look.lookups, f"the lease at {quote(peer)} could not be looked up")
-                self._looks.remove(look)
+                # One that hangs is polled on: its lane closes once it ends.
+                look.lookups.clear()
                 self.is_broken = True
+                if state is TransferState.FAILED:
+                    self._looks.remove(look)
 
     def give_up(self) -> None:
         """Fail all lookups, now and later: the connection is given up."""

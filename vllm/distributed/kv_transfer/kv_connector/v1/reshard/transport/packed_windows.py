@@ -147,6 +147,8 @@ class PackedWindows:
         self._num_asked = 0
         self._windows: dict[PackedWindow, None] = {}
         self._look: _Look | None = None
+        # A look has hung for so long that the connection was reported as broken.
+        self._is_given_up = False
         self._asked: list[PackEntry] = []
         self._returned: list[int] = []
         # When the last window was seen that was packed.
@@ -282,12 +284,16 @@ class PackedWindows:
         if look is None:
             return
         state = self._reads.poll(look.read.transfer)
-        if state is TransferState.IN_FLIGHT and now_s < look.posted_at_s + PEER_GRACE_S:
+        if state is TransferState.IN_FLIGHT:
             if now_s >= look.posted_at_s + _LOOK_HANGS_S:
-                # It is polled on: it may end.
                 self.lose_all()
-            return
-        self._look = None
+            hangs = now_s >= look.posted_at_s + PEER_GRACE_S
+            if not hangs or self._is_given_up:
+                return
+            # The look is polled on: its lane closes once it ends.
+            self._is_given_up = True
+        else:
+            self._look = None
         if state is not TransferState.DONE:
             raise TransferError(f"the windows of {quote(self._table.peer)} could not be looked up")
         found = entered(self._buffer.landed(look.read))

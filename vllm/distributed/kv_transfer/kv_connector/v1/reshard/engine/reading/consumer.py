@@ -238,6 +238,8 @@ class ConsumerSide:
             if connection.leases.is_broken:
                 # Even if its request has failed meanwhile: nothing else reports the broken peer.
                 self._peers.break_off(connection, now_s)
+                # Once: its peer may have another connection by the next poll.
+                connection.leases.is_broken = False
             if not connection.leases.is_busy:
                 del self._peers.looking[connection]
         # Before deadlines: a request whose look has ended has not run out of time.
