@@ -20,7 +20,6 @@ from ..memory.packing import PACK_UNIT_BYTES, PackedLeg, in_units
 from ..memory.staging import Span, Window
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
-from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Pack, PackEntry, Receive, encode_notification
 from ..protocol.packing import Entered, entered, key_of
 from .agent import Prepared, TransferState
@@ -147,8 +146,6 @@ class PackedWindows:
         self._num_asked = 0
         self._windows: dict[PackedWindow, None] = {}
         self._look: _Look | None = None
-        # A look has hung for so long that the connection was reported as broken.
-        self._is_given_up = False
         self._asked: list[PackEntry] = []
         self._returned: list[int] = []
         # When the last window was seen that was packed.
@@ -278,7 +275,7 @@ class PackedWindows:
         """Take note of what a look has found.
 
         Raises:
-            TransferError: It has failed, or hangs.
+            TransferError: It has failed.
         """
         look = self._look
         if look is None:
@@ -286,14 +283,11 @@ class PackedWindows:
         state = self._reads.poll(look.read.transfer)
         if state is TransferState.IN_FLIGHT:
             if now_s >= look.posted_at_s + _LOOK_HANGS_S:
+                # Direct reads have a deadline, and break the connection. The look is polled on: once
+                # its lane is retired, it closes as soon as the look ends.
                 self.lose_all()
-            hangs = now_s >= look.posted_at_s + PEER_GRACE_S
-            if not hangs or self._is_given_up:
-                return
-            # The look is polled on: its lane closes once it ends.
-            self._is_given_up = True
-        else:
-            self._look = None
+            return
+        self._look = None
         if state is not TransferState.DONE:
             raise TransferError(f"the windows of {quote(self._table.peer)} could not be looked up")
         found = entered(self._buffer.landed(look.read))
