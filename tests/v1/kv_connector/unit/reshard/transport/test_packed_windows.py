@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.rows import Agent
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Selection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.packing import PackedLeg, Slice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Window

@@ -283,8 +283,8 @@ class PackedWindows:
         state = self._reads.poll(look.read.transfer)
         if state is TransferState.IN_FLIGHT:
             if now_s >= look.posted_at_s + _LOOK_HANGS_S:
-                # Direct reads have a deadline, and break the connection. The look is polled on: once
-                # its lane is retired, it closes as soon as the look ends.
+                # Direct reads have a deadline, and break the connection. The look is polled on:
+                # once its lane is retired, it closes as soon as the look ends.
                 self.lose_all()
             return
         self._look = None
