@@ -35,6 +35,9 @@ TOLD_WITHIN_S = 1.0
 MISSED_WITHIN_S = 10.0
 """So soon it misses one that does not answer, or did not know of the request."""
 
+HUNG_WITHIN_S = 20.0
+"""So soon a read fails of what an engine offered that stands still: `kv_read_timeout_s`."""
+
 MACHINE_MARGIN_S = 5.0
 """So much longer it may take on two cores, and until a decode engine that computes what it cannot
 read has done so. It is less than lies between the two limits."""
@@ -126,8 +129,7 @@ class EarlyNemesis:
             if state is PromptState.OFFERED:
                 # Decode engines go on, and read, only now.
                 at_s = self._recorder.now_s()
-            is_told = blow is not Blow.STOP and state is not PromptState.OFFERED
-            self._expect(_STRUCK, at_s, TOLD_WITHIN_S if is_told else MISSED_WITHIN_S)
+            self._expect(_STRUCK, at_s, ends_within_s(blow, state))
             if blow is not Blow.RESTART:
                 self._wait_for(asked)
             if blow is Blow.KILL:
@@ -269,6 +271,13 @@ class EarlyNemesis:
     def _new_ask(self) -> Ask:
         """Return a request with the longest prompt, of which no engine has a block."""
         return Ask(Manner.EARLY, self._longest, salt=f"{self._rng.getrandbits(64):016x}")
+
+
+def ends_within_s(blow: Blow, state: PromptState) -> float:
+    """Return how soon a request ends whose engine was struck."""
+    if blow is not Blow.STOP:
+        return MISSED_WITHIN_S if state is PromptState.OFFERED else TOLD_WITHIN_S
+    return HUNG_WITHIN_S if state is PromptState.OFFERED else MISSED_WITHIN_S
 
 
 def _check_unanswered(asked: Sequence[EarlyAsk], state: PromptState) -> None:

@@ -21,7 +21,7 @@ from tools.soak.early import (
     UnseenError,
 )
 from tools.soak.faults import EARLY, Blow, Fault, FaultKind, PromptState, Role
-from tools.soak.fleet import MOST_AT_ONCE
+from tools.soak.fleet import MOST_AT_ONCE, FleetSettings
 from tools.soak.history import PoolReading, Recorder
 from tools.soak.workload import Turn
 
@@ -201,12 +201,14 @@ def test_engine_is_struck_in_its_state_and_comes_back(scene, kind):
 
 @KINDS
 def test_requests_that_wait_have_a_limit(scene, kind):
-    """A second where the engine is gone that knew the request, and ten where it is silent."""
+    """A second where who knew it is gone, ten where it is silent, and a read's where it offered."""
     blow, state = EARLY[kind]
     scene.strike(kind)
     first, *others = scene.recorder.history.strikes
-    is_told = blow is not Blow.STOP and state is not PromptState.OFFERED
-    within_s = TOLD_WITHIN_S if is_told else MISSED_WITHIN_S
+    within_s = {
+        (False, False): TOLD_WITHIN_S,
+        (True, True): FleetSettings.read_timeout_s,
+    }.get((blow is Blow.STOP, state is PromptState.OFFERED), MISSED_WITHIN_S)
     assert (first.label, first.limit_s) == ("when P was struck", within_s + MACHINE_MARGIN_S)
     # One that asks while it is gone has ten.
     limits_s = [MISSED_WITHIN_S + MACHINE_MARGIN_S] if blow is Blow.KILL else []
