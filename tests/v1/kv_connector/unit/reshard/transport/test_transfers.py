@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
@@ -145,6 +146,7 @@ class Connection:
         self.ends_at_once = False
         # Each is alone on its lane.
         self.lane = self
+        self.lifetime = Lifetime(100.0)
 
     def read(self, *lists) -> Transfer:
         """Remember a read."""
@@ -200,6 +202,7 @@ class Windows:
     """Windows of another worker, in the states that the test gives them."""
 
     has_room = is_busy = True
+    has_hung = False
 
     def __init__(self) -> None:
         self.asked: list[PackedWindow] = []
@@ -208,6 +211,10 @@ class Windows:
     def serves(self, now_s: float) -> bool:
         """It does."""
         return True
+
+    def hangs(self, now_s: float) -> bool:
+        """As the test says."""
+        return self.has_hung
 
     def ask(self, claim, leg, window, now_s: float, *, verifies: bool) -> PackedWindow:
         """Ask for one."""
@@ -775,3 +782,20 @@ def test_windows_without_room_for_them_are_polled(packs):
     transfers.look(_SPAN_WAIT_S)
     transfers.look(_SPAN_WAIT_S)
     assert [lists[0] for lists in agent.posted] == [PACKED_LIST, DIRECT_LIST]
+
+
+def test_windows_that_hang_break_a_connection_that_nothing_else_would(packs):
+    """A request that is read over it has a deadline; its blocks are not in doubt before that."""
+    transfers, agent, windows = packs
+    transfers.begin("bad", packed_parts_of(transfers, windows), agent)
+    agent.lifetime.begin_request()
+    transfers.look(0.0)
+    windows.has_hung = True
+    transfers.look(1.0)
+    assert not transfers.broken
+    agent.lifetime.end_request()
+    transfers.look(2.0)
+    assert list(transfers.broken) == [agent]
+    agent.lifetime.retire(2.0)
+    transfers.look(3.0)
+    assert list(transfers.broken) == [agent]

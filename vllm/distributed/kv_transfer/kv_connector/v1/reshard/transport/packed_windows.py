@@ -20,6 +20,7 @@ from ..memory.packing import PACK_UNIT_BYTES, PackedLeg, in_units
 from ..memory.staging import Span, Window
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
+from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Pack, PackEntry, Receive, encode_notification
 from ..protocol.packing import Entered, entered, key_of
 from .agent import Prepared, TransferState
@@ -173,6 +174,10 @@ class PackedWindows:
         hangs = look is not None and now_s >= look.posted_at_s + _LOOK_HANGS_S
         return now_s >= self._asks_again_at_s and not hangs
 
+    def hangs(self, now_s: float) -> bool:
+        """Return whether a look has hung for so long that its peer counts as hung."""
+        return self._look is not None and now_s >= self._look.posted_at_s + PEER_GRACE_S
+
     def ask(
         self,
         claim: Claim,
@@ -283,8 +288,7 @@ class PackedWindows:
         state = self._reads.poll(look.read.transfer)
         if state is TransferState.IN_FLIGHT:
             if now_s >= look.posted_at_s + _LOOK_HANGS_S:
-                # Direct reads have a deadline, and break the connection. The look is polled on:
-                # once its lane is retired, it closes as soon as the look ends.
+                # It is polled on: once its lane is retired, that closes as soon as the look ends.
                 self.lose_all()
             return
         self._look = None

@@ -291,7 +291,9 @@ class PeerTable:
             self._sweep(now_s)
         for peer in list(self._active.values()):
             try:
-                self._advance(peer, now_s)
+                # A connected one has nothing to fail: requests wait for their turns with it.
+                if peer.state is not PeerState.CONNECTED:
+                    self._advance(peer, now_s)
             except Exception as error:
                 # Any error fails this peer's handshake, and nothing else.
                 self._news.append((peer, error))
