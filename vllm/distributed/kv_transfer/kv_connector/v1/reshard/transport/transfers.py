@@ -254,10 +254,11 @@ class Transfers:
         """See what has become of the windows that were asked for; return how many have moved."""
         for windows, connection in list(self._packing.items()):
             self._try(partial(windows.look, now_s), windows, connection)
-            lifetime = connection.lifetime
-            if windows.hangs(now_s) and not (lifetime.requests or lifetime.is_retired):
-                # What is read over it would have a deadline.
-                self.broken.append(connection)
+            if windows.hangs(now_s):
+                lifetime = connection.lifetime
+                if not (lifetime.requests or lifetime.is_retired):
+                    # What is read over it would have a deadline.
+                    self.broken.append(connection)
         num_moved = 0
         for _ in range(len(self._asked)):
             first, state = self._asked[0], self._asked[0].packed and self._asked[0].packed.state
