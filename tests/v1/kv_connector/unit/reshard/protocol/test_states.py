@@ -6,9 +6,7 @@ from __future__ import annotations
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import (
-    PEER_TRANSITIONS,
     READ_TRANSITIONS,
-    PeerState,
     ReadState,
     expect_transition,
 )
@@ -37,12 +35,3 @@ def test_transition_that_is_not_in_the_table_raises():
     expect_transition(ReadState.WAITING, ReadState.READING)
     with pytest.raises(AssertionError, match="no transition: CHECKING to WAITING"):
         expect_transition(ReadState.CHECKING, ReadState.WAITING)
-
-
-def test_peer_can_be_asked_anew_wherever_it_is():
-    """What it has answered may cease to hold at any time."""
-    assert set(PEER_TRANSITIONS) == set(PeerState)
-    for before, after in PEER_TRANSITIONS.items():
-        assert (PeerState.KNOWN in after) is (before is not PeerState.KNOWN)
-    with pytest.raises(AssertionError, match="no transition: KNOWN to CONNECTED"):
-        expect_transition(PeerState.KNOWN, PeerState.CONNECTED)

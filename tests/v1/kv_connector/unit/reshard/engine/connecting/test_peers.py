@@ -37,7 +37,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes imp
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import PeerState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import limits
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
@@ -316,13 +315,13 @@ def test_failure_of_a_connection_that_drains_concerns_nobody_else(table, network
     old = peer.connection
     read_block(old)
     table.break_off(old, 1.0)
-    assert peer.state is PeerState.KNOWN and peer.lowered is None and table.retired == (old,)
+    assert peer.broken and peer.connection is None and table.retired == (old,)
     table.get_or_connect(ADDRESS, 1.0)
     table.advance(1.0)
     network.answer()
     table.advance(1.0)
     table.break_off(old, 2.0)
-    assert peer.connection is network.opened[1] and peer.breaks == 1
+    assert peer.connection is network.opened[1] and not peer.broken and peer.breaks == 1
 
 
 def reconnected(table, network, now_s):
@@ -393,7 +392,7 @@ def test_restarted_engine_replaces_the_one_before(table, network):
     old = connected(table, network)
     restarted = RemoteEngineAddress("restarted", ADDRESS.host, ADDRESS.port)
     new = connected(table, network, restarted, now_s=1.0)
-    assert old.lowered is None and new.lowered is not None
+    assert old.broken and not new.broken
     old.wanted = False
     table.advance(2.0)
     close_due(table, 2.0)
@@ -406,7 +405,7 @@ def test_engine_elsewhere_is_not_concerned(table, network):
     """Replicas at other addresses live side by side."""
     one = connected(table, network)
     other = connected(table, network, RemoteEngineAddress("other", ADDRESS.host, 5601), 1.0)
-    assert one.lowered is not None and other.lowered is not None
+    assert not one.broken and not other.broken
 
 
 def test_silent_engine_is_forgotten(table, network):
@@ -482,7 +481,7 @@ def test_invented_engine_does_not_replace_a_real_one(table, network):
     table.advance(1.0)
     network.fail()
     table.advance(1.1)
-    assert real.lowered is not None
+    assert not real.broken
     assert real.connection is network.opened[0]
 
 
@@ -519,7 +518,7 @@ def test_neighbour_is_connected_anew_without_being_asked(table, network, neighbo
     bad, good = neighbours
     table.break_off(bad.connection, 1.0)
     assert bad.connection is None and good.connection is None
-    assert good.lowered is not None and good.breaks == 0
+    assert not good.broken and good.breaks == 0
     good.waiting.append(("a", None))
     reconnect(table, good, 1.0)
     assert len(network.handshakes) == 2 and len(network.opened) == 3
@@ -601,10 +600,10 @@ def test_neighbour_that_is_being_connected_goes_to_the_next_lane(table, network)
     table.advance(1.0)
     engine = network.answer(tp_size=2)
     table.advance(1.0)
-    half = peer.link
+    half = peer.connecting
     assert half is not None and table.is_connecting
     table.break_off(bad.connection, 2.0)
-    assert peer.link is None and peer.state is PeerState.ANSWERED
+    assert peer.connecting is None
     table.advance(2.0)
     table.advance(2.0)
     assert peer.connection.lane is network.lanes[1].result() and not table.is_connecting
@@ -622,7 +621,7 @@ def test_neighbour_that_fails_as_well_is_suspected(table, network, neighbours):
     table.break_off(old[0], 1.0)
     table.break_off(old[1], 1.1)
     second = neighbours[1]
-    assert second.lowered is None
+    assert second.broken and second.lowered is None
     assert second.breaks == 1 and second.is_suspect(1.1)
     table.break_off(old[1], 1.2)
     assert second.breaks == 1
@@ -775,7 +774,7 @@ def test_two_answers_from_one_place_in_one_turn(table, network):
     assert [address for address, *_ in told] == list(addresses)
     assert all(lowered.num_ranks == 1 for _, lowered, _ in told)
     old, new = (table.get_or_connect(address, 1.0) for address in addresses)
-    assert old.lowered is None and old.connection is None and new.connection is not None
+    assert old.broken and old.connection is None and new.connection is not None
 
 
 def test_restarted_engine_is_not_replaced_by_what_it_was(table, network, monkeypatch):
@@ -784,20 +783,20 @@ def test_restarted_engine_is_not_replaced_by_what_it_was(table, network, monkeyp
     table.advance(0.0)
     network.answer(tp_size=2)
     table.advance(0.0)
-    assert old.link is not None
+    assert old.connecting is not None
     new = table.get_or_connect(at(0, "restarted"), 0.0)
     # The old one's last worker is slow to be connected.
-    monkeypatch.setattr(old.link, "connect_next", lambda: False)
+    monkeypatch.setattr(old.connecting, "connect_next", lambda: False)
     table.advance(0.0)
     network.answer()
     table.advance(0.0)
-    assert new.connection is not None and old.link is None
+    assert new.connection is not None and old.connecting is None
     table.get_or_connect(ADDRESS, 0.0)
     table.advance(0.0)
     assert len(network.handshakes) == 3
     network.fail()
     table.advance(0.0)
-    assert new.connection is not None
+    assert new.connection is not None and not new.broken
 
 
 def crowd(network, count, now_s, first=0, **kinds):

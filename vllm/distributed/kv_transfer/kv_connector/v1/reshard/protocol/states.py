@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of a request, at the worker that holds its blocks and at the one that reads; of a peer.
+"""States of a request: at the worker that holds its blocks, and at the worker that reads them.
 
-The values of requests' appear in the log. `READ_TRANSITIONS` and `PEER_TRANSITIONS` are all
-transitions at the worker that reads: the diagram of `docs/architecture.md` is drawn from the first.
+The values appear in the log. `READ_TRANSITIONS` are all transitions at the worker that reads: the
+diagram of `docs/architecture.md` is drawn from it.
 """
 
 from __future__ import annotations
@@ -65,41 +65,7 @@ READ_TRANSITIONS: dict[ReadState, frozenset[ReadState]] = {
 """The states that may follow each state of a request that a consumer reads."""
 
 
-class PeerState(Enum):
-    """State of another engine that a worker reads from."""
-
-    KNOWN = "known"
-    """It is not connected. It is asked once it is wanted, if it has not answered or its answer no
-    longer holds."""
-
-    ASKED = "asked"
-    """Its answer to the handshake is awaited."""
-
-    ANSWERED = "answered"
-    """It waits for a lane."""
-
-    CONNECTING = "connecting"
-    """Its workers are being connected over a lane, one in each poll."""
-
-    CONNECTED = "connected"
-    """It is read from."""
-
-
-PEER_TRANSITIONS: dict[PeerState, frozenset[PeerState]] = {
-    PeerState.KNOWN: frozenset({PeerState.ASKED, PeerState.ANSWERED}),
-    PeerState.ASKED: frozenset({PeerState.ANSWERED, PeerState.KNOWN}),
-    PeerState.ANSWERED: frozenset({PeerState.CONNECTING, PeerState.KNOWN}),
-    # Its lane may be retired meanwhile.
-    PeerState.CONNECTING: frozenset({PeerState.CONNECTED, PeerState.ANSWERED, PeerState.KNOWN}),
-    PeerState.CONNECTED: frozenset({PeerState.KNOWN}),
-}
-"""The states that may follow each state of a peer."""
-
-
-def expect_transition(before: ReadState | PeerState, after: ReadState | PeerState) -> None:
-    """Raise an AssertionError for a transition that is in neither table."""
-    if isinstance(before, ReadState):
-        is_known = after in READ_TRANSITIONS[before]
-    else:
-        is_known = after in PEER_TRANSITIONS[before]
+def expect_transition(before: ReadState, after: ReadState) -> None:
+    """Raise an AssertionError for a transition that is not in `READ_TRANSITIONS`."""
+    is_known = after in READ_TRANSITIONS[before]
     assert is_known, f"no transition: {quote(before.name)} to {quote(after.name)}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a worker's peers: when to shake hands, when to retry, when to forget one.
 
-`protocol.states.PeerState` has the states of a peer, and its table what may follow each.
+    wanted -> asked (another thread) -> connected, worker by worker -> retired -> closed
 
 Peers without pending work cost a poll nothing: the table keeps peers with pending work apart, and
 records when it must next look at the rest.
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...protocol.ids import RequestId
 from ...protocol.messages import RemoteEngineAddress
-from ...protocol.states import PeerState, expect_transition
 from ...protocol.tasks import Task, Tasks, suspended
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
@@ -98,14 +97,15 @@ class Peer:
     Attributes:
         address: Its address and engine id.
         last_wanted_s: When it was last requested with `get_or_connect`.
-        state: Where it is on the way to a connection.
         wanted: True if it was requested since the last handshake began.
-        handshake: The pending answer, while it is ASKED.
-        lowered: Its lowered answer; None before it has answered, and once that no longer holds: a
-            read or a handshake has failed, or another engine is now at its address.
-        link: The connection, while it is CONNECTING or CONNECTED.
-        retired: The previous connection, while what it answered holds and until a new one replaces
-            it; None without one.
+        broken: True if a read or a handshake has failed, or another engine is now at its address;
+            it is then asked again on the next request.
+        is_opening: True while it is being asked or connected.
+        handshake: The pending answer; None while it is not being asked.
+        lowered: Its lowered answer; None before it has answered, and once it is broken.
+        connecting: The connection whose workers are being connected; None without one.
+        connection: The connection to read with; None while it is not connected.
+        retired: The previous connection, until a new one replaces it; None without one.
         began_s: When the last handshake began.
         waiting: Those that wait until it is connected, and for their turns.
         failures: Number of consecutive failed handshakes.
@@ -118,11 +118,13 @@ class Peer:
 
     address: RemoteEngineAddress
     last_wanted_s: float
-    state: PeerState = PeerState.KNOWN
     wanted: bool = True
+    broken: bool = False
+    is_opening: bool = False
     handshake: Future[LoweredEngine] | None = None
     lowered: LoweredEngine | None = None
-    link: PeerConnection | None = None
+    connecting: PeerConnection | None = None
+    connection: PeerConnection | None = None
     retired: PeerConnection | None = None
     began_s: float = 0.0
     waiting: deque[Turn] = field(default_factory=deque)
@@ -131,21 +133,6 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
     is_proven: bool = False
-
-    def enter(self, state: PeerState) -> None:
-        """Go on to another state."""
-        expect_transition(self.state, state)
-        self.state = state
-
-    @property
-    def connection(self) -> PeerConnection | None:
-        """The connection to read with; None while it is not connected."""
-        return self.link if self.state is PeerState.CONNECTED else None
-
-    @property
-    def is_opening(self) -> bool:
-        """True while it is being asked or connected."""
-        return self.state not in (PeerState.KNOWN, PeerState.CONNECTED)
 
     @property
     def is_idle(self) -> bool:
@@ -157,9 +144,7 @@ class Peer:
     @property
     def has_news(self) -> bool:
         """True if it is to be connected, is being connected, or has requests waiting."""
-        return bool(
-            self.is_opening or self.waiting or (self.wanted and self.state is PeerState.KNOWN)
-        )
+        return bool(self.is_opening or self.waiting or (self.connection is None and self.wanted))
 
     async def turn(self, tasks: Tasks, request_id: RequestId | None = None) -> PeerConnection:
         """Have the current task wait until it is connected, and for its turn.
@@ -186,8 +171,8 @@ class Peer:
         return now_s < self.suspect_until_s
 
     def over_at_s(self, idle_limit_s: float) -> float:
-        """Return when it may be forgotten if idle: unused for long, or to be asked anew."""
-        if self.state is PeerState.KNOWN and self.lowered is None and not self.wanted:
+        """Return when it may be forgotten if idle: unused for long, or broken and not requested."""
+        if self.broken and not self.wanted:
             return max(self.retry_at_s, self.suspect_until_s)
         return self.last_wanted_s + idle_limit_s
 
@@ -255,15 +240,20 @@ class PeerTable:
     @property
     def is_connecting(self) -> bool:
         """True if another poll would connect a further worker."""
-        return any(peer.state is PeerState.CONNECTING for peer in self._active.values())
+        return any(peer.connecting is not None for peer in self._active.values())
 
     @property
     def next_due_s(self) -> float:
         """When the table must be polled next, even if nothing happens until then."""
         retries = (
-            peer.retry_at_s for peer in self._active.values() if peer.state is PeerState.KNOWN
+            peer.retry_at_s
+            for peer in self._active.values()
+            if peer.connection is None and not peer.is_opening
         )
-        waits_for_lane = any(peer.state is PeerState.ANSWERED for peer in self._active.values())
+        waits_for_lane = any(
+            peer.is_opening and peer.handshake is None and peer.connecting is None
+            for peer in self._active.values()
+        )
         lane_s = self.lanes.next_try_s if waits_for_lane else math.inf
         drained = [each.lifetime.retired_at_s or 0.0 for each in self._retired if each.is_drained]
         return min(*retries, *drained, lane_s, self._sweep_at_s, self.lanes.next_due_s, math.inf)
@@ -291,9 +281,7 @@ class PeerTable:
             self._sweep(now_s)
         for peer in list(self._active.values()):
             try:
-                # A connected one has nothing to fail: requests wait for their turns with it.
-                if peer.state is not PeerState.CONNECTED:
-                    self._advance(peer, now_s)
+                self._advance(peer, now_s)
             except Exception as error:
                 # Any error fails this peer's handshake, and nothing else.
                 self._news.append((peer, error))
@@ -352,36 +340,36 @@ class PeerTable:
         Raises:
             Exception: The peer's handshake has failed.
         """
-        if peer.state is PeerState.KNOWN and peer.wanted and now_s >= peer.retry_at_s:
-            peer.wanted, peer.began_s = False, now_s
-            if peer.lowered is None:
-                peer.enter(PeerState.ASKED)
-                peer.handshake = self._dial(peer.address)
-            else:
-                peer.enter(PeerState.ANSWERED)
-        if peer.handshake is not None and peer.handshake.done():
+        if not peer.is_opening and (
+            peer.connection is None and peer.wanted and now_s >= peer.retry_at_s
+        ):
+            peer.is_opening, peer.wanted, peer.began_s = True, False, now_s
+        if not peer.is_opening:
+            return
+        if peer.lowered is None and peer.handshake is None:
+            peer.handshake = self._dial(peer.address)
+        if peer.handshake is not None:
+            if not peer.handshake.done():
+                return
             handshake, peer.handshake = peer.handshake, None
             peer.lowered = handshake.result()
-            peer.enter(PeerState.ANSWERED)
-        if peer.state is PeerState.ANSWERED:
+        assert peer.lowered is not None
+        if peer.connecting is None:
             self._shed_dead(now_s)
             lane = self.lanes.pick(
                 now_s, is_proven=peer.is_proven, is_suspect=peer.is_suspect(now_s)
             )
             if lane is None:
                 return
-            assert peer.lowered is not None
-            peer.link = self._connect(lane, peer.lowered)
-            peer.enter(PeerState.CONNECTING)
-        if peer.state is PeerState.CONNECTING:
-            assert peer.link is not None and peer.lowered is not None
-            if peer.link.connect_next():
-                peer.enter(PeerState.CONNECTED)
-                self._handshakes.append((peer.address, peer.lowered, now_s - peer.began_s))
-                self._note_connected(peer, now_s)
+            peer.connecting = self._connect(lane, peer.lowered)
+        if peer.connecting.connect_next():
+            peer.connection, peer.connecting = peer.connecting, None
+            peer.is_opening = False
+            self._handshakes.append((peer.address, peer.lowered, now_s - peer.began_s))
+            self._note_connected(peer, now_s)
 
     def _note_connected(self, peer: Peer, now_s: float) -> None:
-        peer.failures, peer.retired = 0, None
+        peer.failures, peer.broken, peer.retired = 0, False, None
         if self._has_too_many_connections:
             self._sweep_by(now_s + IDLE_LANE_S)
         for other in self._peers.values():
@@ -391,9 +379,11 @@ class PeerTable:
             )
             if at_its_place and other is not peer:
                 # The engine has restarted under a new id.
+                other.broken, other.lowered = True, None
+                self._stop_connecting(other, now_s)
                 if other.connection is not None:
                     self.broken.append(other.connection)
-                self._ask_anew(other, now_s)
+                self._retire(other, now_s)
                 self._sweep_by(now_s)
 
     def _give_up(self, connection: PeerConnection, now_s: float) -> Peer | None:
@@ -402,8 +392,8 @@ class PeerTable:
             each for each in self._peers.values() if connection in (each.connection, each.retired)
         )
         peer = next(its, None)
-        # This runs for each request of a broken connection: a break that is noted is no peer's.
-        if peer is not None:
+        # This runs for each request of a broken connection; note the break once.
+        if peer is not None and not peer.broken:
             self._note_break(peer, now_s)
         if connection not in self.broken:
             self.broken.append(connection)
@@ -411,37 +401,32 @@ class PeerTable:
 
     def _fail_handshake(self, peer: Peer, now_s: float) -> None:
         peer.failures += 1
-        peer.retry_at_s = now_s + _back_off_s(peer.failures)
-        if peer.state is PeerState.ASKED:
-            peer.handshake = None
-            peer.enter(PeerState.KNOWN)
-        self._ask_anew(peer, now_s)
+        peer.is_opening = False
         # Requests and renewals that requested the peer meanwhile fail with this handshake.
         peer.wanted = False
+        peer.retry_at_s = now_s + _back_off_s(peer.failures)
+        peer.broken, peer.lowered = True, None
+        self._stop_connecting(peer, now_s)
         self._sweep_by(peer.retry_at_s)
+
+    def _stop_connecting(self, peer: Peer, now_s: float) -> None:
+        """Retire a connection that is still being made: its peer has changed or failed."""
+        if (connecting := peer.connecting) is not None:
+            connecting.lifetime.retire(now_s)
+            self._retired.append(connecting)
+            peer.connecting = None
 
     def _note_break(self, peer: Peer, now_s: float) -> None:
         """Have a peer asked again, and mark it as a suspect, after a failed read."""
-        self._ask_anew(peer, now_s)
+        self._retire(peer, now_s)
+        self._stop_connecting(peer, now_s)
+        peer.broken, peer.lowered = True, None
         if not peer.is_suspect(now_s):
             peer.breaks = 0
         peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
         peer.suspect_until_s = peer.retry_at_s + STEADY_S
         peer.breaks += 1
         self._sweep_by(peer.suspect_until_s)
-
-    def _ask_anew(self, peer: Peer, now_s: float) -> None:
-        """Have a peer asked once it is wanted again: what it answered holds no longer."""
-        if peer.state in (PeerState.ANSWERED, PeerState.CONNECTING):
-            # What waits for it is read over the next connection.
-            peer.wanted = True
-            if peer.link is not None:
-                peer.link.lifetime.retire(now_s)
-                self._retired.append(peer.link)
-            peer.enter(PeerState.KNOWN)
-            peer.link = None
-        self._retire(peer, now_s)
-        peer.lowered = peer.retired = None
 
     def _retire_lane(self, lane: Lane, now_s: float) -> None:
         """Retire a lane and all its connections; does nothing if the lane is already retired."""
@@ -450,9 +435,8 @@ class PeerTable:
         for peer in self._peers.values():
             if peer.connection is not None and peer.connection.lane is lane:
                 self._retire(peer, now_s)
-            elif peer.link is not None and peer.link.lane is lane:
-                peer.enter(PeerState.ANSWERED)
-                peer.link = None
+            elif peer.connecting is not None and peer.connecting.lane is lane:
+                peer.connecting = None
         for each in lane.connections:
             each.lifetime.retire(now_s)
         # Last: after this, a second call returns early, and would not retire the rest.
@@ -461,12 +445,11 @@ class PeerTable:
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Retire a peer's connection, so that its reads in flight drain."""
-        if (connection := peer.connection) is not None:
-            connection.lifetime.retire(now_s)
-            if not connection.lane.is_retired:
-                self._retired.append(connection)
-            peer.enter(PeerState.KNOWN)
-            peer.link, peer.retired = None, connection
+        if peer.connection is not None:
+            peer.connection.lifetime.retire(now_s)
+            if not peer.connection.lane.is_retired:
+                self._retired.append(peer.connection)
+            peer.connection, peer.retired = None, peer.connection
             if peer.waiting:
                 # These requests are read over the next connection.
                 peer.wanted = True
@@ -535,9 +518,9 @@ class PeerTable:
         """Free file descriptors: renew idle lanes, the one unused for longest first."""
         wanted_s: dict[Lane, float] = {}
         for peer in self._peers.values():
-            if peer.link is not None:
-                lane = peer.link.lane
-                wanted_s[lane] = max(wanted_s.get(lane, 0.0), peer.last_wanted_s)
+            for each in (peer.connection, peer.connecting):
+                if each is not None:
+                    wanted_s[each.lane] = max(wanted_s.get(each.lane, 0.0), peer.last_wanted_s)
         for lane in sorted(self.lanes.ready, key=lambda lane: wanted_s.get(lane, 0.0)):
             is_idle = lane.is_drained and now_s >= wanted_s.get(lane, 0.0) + IDLE_LANE_S
             if is_idle and lane.num_made and self._has_too_many_connections:
