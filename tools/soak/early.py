@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from .clients import Clients, EarlyAsk, Params, Terms, coordinates_of
 from .faults import EARLY, Blow, Fault, PromptState, Role
-from .fleet import MOST_AT_ONCE, POOL_BLOCKS, Fleet
+from .fleet import MOST_AT_ONCE, POOL_BLOCKS, Fleet, FleetSettings
 from .history import PoolReading, Recorder, Strike
 from .stage import Wait
 from .workload import Ask, Manner, Turn
@@ -35,12 +35,12 @@ TOLD_WITHIN_S = 1.0
 MISSED_WITHIN_S = 10.0
 """So soon it misses one that does not answer, or did not know of the request."""
 
-HUNG_WITHIN_S = 20.0
-"""So soon a read fails of what an engine offered that stands still: `kv_read_timeout_s`."""
+HUNG_WITHIN_S = FleetSettings.read_timeout_s
+"""So soon a read fails of what an engine offered that stands still."""
 
 MACHINE_MARGIN_S = 5.0
 """So much longer it may take on two cores, and until a decode engine that computes what it cannot
-read has done so. It is less than lies between the two limits."""
+read has done so. It is less than lies between two of these limits."""
 
 _HEARD_S = 1.0
 """By then a decode engine has heard of a request, even on two cores."""
@@ -129,7 +129,7 @@ class EarlyNemesis:
             if state is PromptState.OFFERED:
                 # Decode engines go on, and read, only now.
                 at_s = self._recorder.now_s()
-            self._expect(_STRUCK, at_s, ends_within_s(blow, state))
+            self._expect(_STRUCK, at_s, _ends_within_s(blow, state))
             if blow is not Blow.RESTART:
                 self._wait_for(asked)
             if blow is Blow.KILL:
@@ -273,7 +273,7 @@ class EarlyNemesis:
         return Ask(Manner.EARLY, self._longest, salt=f"{self._rng.getrandbits(64):016x}")
 
 
-def ends_within_s(blow: Blow, state: PromptState) -> float:
+def _ends_within_s(blow: Blow, state: PromptState) -> float:
     """Return how soon a request ends whose engine was struck."""
     if blow is not Blow.STOP:
         return MISSED_WITHIN_S if state is PromptState.OFFERED else TOLD_WITHIN_S

@@ -348,8 +348,9 @@ class LeaseChecker:
         for look in list(self._looks):
             state = self._reads.poll(look.read.transfer)
             if state is TransferState.DONE:
-                rows = self._buffer.landed(look.read)
-                for lookup, row in zip(look.lookups, rows, strict=False):
+                # Nobody waits any more for one that counted as hung.
+                rows = self._buffer.landed(look.read)[: len(look.lookups)]
+                for lookup, row in zip(look.lookups, rows, strict=True):
                     lookup.held = look_up(row, lookup.entry.name)
                     lookup.task.wake()
                 self._looks.remove(look)
